@@ -99,7 +99,7 @@ class SchedulerConfig:
         check_at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
         if self.prompt_lookup_max > 32:
             raise ConfigError(
-                f"prompt_lookup_max is {self.prompt_lookup_max}, but must be at most 32: longer n-grams match nothing more."
+                f"prompt_lookup_max is {self.prompt_lookup_max}, but must be at most 32: longer ones match no more."
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
@@ -315,9 +315,7 @@ class EngineArgs:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed is {self.seed!r}, but must be a whole number.")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}, but must be a fraction of the memory: use a value in (0, 1]."
-            )
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, but must be a fraction in (0, 1].")
         if self.swap_space < 0:
             raise ConfigError(f"swap_space is {self.swap_space} GiB: use 0 or more.")
         self.cache_config()  # these check their fields, before a model is downloaded

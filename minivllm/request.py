@@ -191,11 +191,9 @@ class Sequence:
         prefixes and may share the block.
         """
         hashes, salt = self.block_hashes, self.request.data.cache_salt
-        root = (
-            b""
-            if salt is None
-            else hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache salt").digest()
-        )
+        root = b""
+        if salt is not None:
+            root = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache salt").digest()
         for i in range(len(hashes), len(self.token_ids) // block_size):
             tokens = array("q", self.token_ids[i * block_size : (i + 1) * block_size]).tobytes()
             parent = hashes[-1] if hashes else root

@@ -180,9 +180,8 @@ class SamplingParams:
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}.")
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
-            raise RequestError(
-                f"structured_outputs must be a StructuredOutputsParams, not {type(self.structured_outputs).__name__}."
-            )
+            given = type(self.structured_outputs).__name__
+            raise RequestError(f"structured_outputs must be a StructuredOutputsParams, not {given}.")
         object.__setattr__(self, "stop", _checked_stop_strings(self.stop))
         object.__setattr__(self, "bad_words", _checked_bad_words(self.bad_words))
         object.__setattr__(self, "logits_processors", _checked_logits_processors(self.logits_processors))
@@ -190,10 +189,8 @@ class SamplingParams:
         object.__setattr__(self, "allowed_token_ids", _checked_token_ids("allowed_token_ids", self.allowed_token_ids))
         if self.allowed_token_ids == ():
             raise RequestError("allowed_token_ids is empty, which allows no token at all: leave it out.")
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
-            _check_int(
-                "truncate_prompt_tokens", self.truncate_prompt_tokens, low=1, hint="use -1 for as many as there is room for"
-            )
+        if self.truncate_prompt_tokens not in (None, -1):
+            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, low=1, hint="use -1 for as many as fit")
         object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
 
     @property

@@ -4,14 +4,14 @@
         kernel[(4,)](x, y, out, 100, BLOCK=32)
     print(launches[0].problems())
 
-Triton's interpreter runs the programs one by one in NumPy. Here each of its loads and stores is noted down on the way. A tensor argument becomes a
-made-up address, so far from all others that whatever the kernel adds to it, one can tell which tensor was meant. An access outside the tensor is noted
-and not made: a load gives NaN (0 for whole numbers), a store is dropped. Elements that a mask leaves out without an `other` are undefined: NaN here, too.
+Triton's interpreter runs the programs one by one in NumPy; here each load and store is recorded. A tensor argument becomes a made-up address, so far
+from all others that any offset from it still tells which tensor was meant. An access outside the tensor is recorded but not made: a load gives NaN (0
+for integers), a store is dropped. Elements that are masked off without an `other` are undefined: NaN here, too.
 
-On a GPU, kernels that are launched while this records are interpreted too, on copies in host memory.
+On a GPU, kernels launched during the recording are interpreted too, on copies in host memory.
 
-What it does not know: locks and flags (programs that wait for one another look like a conflict), whether two programs write the same number (it names
-that, too), pointers that are cast to another width or come out of memory, and the order of the threads within a program.
+It does not know about locks and flags (programs that wait for one another look like a conflict), equal values (two programs that write the same number
+are reported, too), pointers that are cast to another width or loaded from memory, and the order of the threads within a program.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BFLOAT16_NAN = 0x7FC0
 
 @contextmanager
 def record_accesses() -> Iterator[list[Launch]]:
-    """Interpret all Triton kernels that are launched meanwhile, and note down what they do. Gives the list of launches, which fills up.
+    """Interpret the Triton kernels launched in the `with` block. Gives the list of launches, which grows as they run.
 
     Raises:
         KernelError: Triton is not installed, or this records already.
@@ -67,7 +67,7 @@ def record_accesses() -> Iterator[list[Launch]]:
         (
             jit.JITFunction,
             "__get__",
-            lambda function, tensor, owner=None: partial(function, tensor) if tensor is not None else function,
+            lambda function, tensor, owner=None: function if tensor is None else partial(function, tensor),
         ),
         (jit.JITFunction, "__call__", _as_method(recorder.call_compiled)),
     ]
@@ -157,11 +157,9 @@ class _Recorder:
         has_other = other is not None or wanted.size == 1  # of a single element, the interpreter loses an `other` of 0
         undefined = ~allowed.data & wanted if has_other else ~allowed.data
         if undefined.any():
-            kind = result.data.dtype.kind
             is_bfloat16 = str(ptrs.get_element_ty()) == "bf16"
-            result.data = np.where(undefined, _BFLOAT16_NAN if is_bfloat16 else np.nan if kind == "f" else 0, result.data).astype(
-                result.data.dtype
-            )
+            value = _BFLOAT16_NAN if is_bfloat16 else np.nan if result.data.dtype.kind == "f" else 0
+            result.data = np.where(undefined, value, result.data).astype(result.data.dtype)
         return result
 
     def store(self, original: Callable[..., Any], ptrs: Any, value: Any, mask: Any, *options: Any, **named: Any) -> Any:

@@ -113,9 +113,7 @@ class Rules:
             if x.is_neg():
                 raise KernelError(f"{name} is a view that is negated when it is read: use .resolve_neg().")
             if x.stride(-1) != 1 and x.shape[-1] > 1:
-                raise KernelError(
-                    f"{name} has stride {x.stride(-1)} in its last dimension, but must be contiguous there: use .contiguous()."
-                )
+                raise KernelError(f"{name} has stride {x.stride(-1)} in its last dimension, but must have 1: use .contiguous().")
             if name in self._float32 and (x.dtype != torch.float32 or not x.is_contiguous()):
                 raise KernelError(f"{name} has dtype {dtype_name(x)} and strides {x.stride()}, but must be contiguous float32.")
             if name in self._written and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
@@ -183,26 +181,22 @@ def check_prefill_numbers(query: Tensor, context_lens: Tensor, query_start_loc: 
         )
     if bool((query_lens > lengths).any()):
         i = int((query_lens > lengths).nonzero()[0])
-        raise KernelError(
-            f"Sequence {i} has {int(query_lens[i])} new tokens, but a context of only {int(lengths[i])}, which includes them."
-        )
+        new, context_len = int(query_lens[i]), int(lengths[i])
+        raise KernelError(f"Sequence {i} has {new} new tokens, but a context of only {context_len}, which includes them.")
 
 
 def check_positions(positions: Tensor, cos: Tensor, **_: Any) -> None:
     """Positions that the tables have."""
-    if len(positions) > 0 and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
-        raise KernelError(
-            f"positions go from {int(positions.min())} to {int(positions.max())}, but cos and sin have the rows 0 to "
-            f"{cos.shape[0] - 1}."
-        )
+    low, high = map(int, positions.aminmax()) if len(positions) else (0, 0)
+    if len(positions) and not 0 <= low <= high < len(cos):
+        raise KernelError(f"positions go from {low} to {high}, but cos and sin have the rows 0 to {len(cos) - 1}.")
 
 
 def check_block_pairs(source: Tensor, destination: Tensor, pairs: list[tuple[int, int]]) -> None:
     """Caches with blocks of one shape, and pairs that name blocks in them."""
     if source.dim() != 4 or destination.dim() != 4 or source.shape[1:] != destination.shape[1:]:
-        raise KernelError(
-            f"The caches are {list(source.shape)} and {list(destination.shape)}: only blocks of one shape can be copied."
-        )
+        shapes = f"{list(source.shape)} and {list(destination.shape)}"
+        raise KernelError(f"The caches are {shapes}: only blocks of one shape can be copied.")
     if source.dtype != destination.dtype:
         raise KernelError(f"The caches have dtypes {dtype_name(source)} and {dtype_name(destination)}: they must be the same.")
     for pair in pairs:

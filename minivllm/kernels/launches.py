@@ -232,9 +232,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _describe(tensor: TensorArgument) -> str:
-    return (
-        f"is [{', '.join(map(str, tensor.shape))}]" if len(tensor.shape) > 1 else f"has {_count(tensor.num_elements, 'element')}"
-    )
+    return f"is {list(tensor.shape)}" if len(tensor.shape) > 1 else f"has {_count(tensor.num_elements, 'element')}"
 
 
 def _index(tensor: TensorArgument, element: int) -> str:

@@ -109,16 +109,12 @@ def get_attention_backend(backend: str | type, device: torch.device) -> type[Att
         return BACKENDS.get(implementation, TorchAttentionBackend)
     if not isinstance(backend, str) or backend not in BACKENDS:
         names = ", ".join(map(repr, BACKENDS))
-        raise ConfigError(
-            f"attention_backend is {backend!r}, but must be 'auto', one of {names}, or an AttentionBackend subclass."
-        )
+        raise ConfigError(f"attention_backend is {backend!r}, but must be 'auto', one of {names}, or an AttentionBackend class.")
     if backend == "cpu":
         if device.type != "cpu":
             raise ConfigError(f"attention_backend is 'cpu', but the model is to run on {device.type}: use 'triton' or 'auto'.")
         if not has_cpu_kernels():
-            logger.warning(
-                "Numba is not installed, so attention_backend is 'torch' instead of 'cpu': `pip install numba` is faster."
-            )
+            logger.warning("Numba is not installed, so attention_backend is 'torch' instead of 'cpu': run `pip install numba`.")
             return TorchAttentionBackend
     if backend == "triton":
         _check_triton(device)
@@ -132,7 +128,7 @@ def _check_triton(device: torch.device) -> None:
     except KernelError as error:
         raise ConfigError(str(error)) from None
     if interpreted:
-        _warn_of_interpreter()
+        _warn_once("The Triton kernels run interpreted: correct, but very slow.")
     elif device.type != "cuda":
         raise ConfigError(
             "attention_backend is 'triton' on a CPU, but Triton's kernels were compiled for the GPU of this machine: use 'cpu', "
@@ -140,6 +136,4 @@ def _check_triton(device: torch.device) -> None:
         )
 
 
-@cache
-def _warn_of_interpreter() -> None:
-    logger.warning("The Triton kernels run interpreted: correct, but very slow.")
+_warn_once = cache(logger.warning)

