@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -37,8 +36,7 @@ from minivllm.data_parallel.messages import (
 )
 from minivllm.data_parallel.routing import LoadPublisher
 from minivllm.data_parallel.sockets import MAX_HANDSHAKE_BYTES, KeyPair, RefusalLog, Sockets
-from minivllm.engine.engine_core_proc import exit_with_the_frontend, read_line
-from minivllm.executor.processes import ForwardLog
+from minivllm.executor.processes import ForwardLog, exit_with_parent, read_setup
 
 logger = logging.getLogger("minivllm.data_parallel.coordinator")  # also as the main module of its process
 
@@ -225,21 +223,12 @@ class DPCoordinatorProc:
         self._handshake.send_multipart([identity, encode(message)])
 
 
-def main() -> int:
-    """Read the setup from standard input and run."""
-    line = read_line()
-    if not line:
-        return 1
-    setup = msgspec.json.decode(line, type=CoordinatorSetup)
-    threading.Thread(target=exit_with_the_frontend, daemon=True).start()
+if __name__ == "__main__":
+    setup = read_setup(CoordinatorSetup)
+    exit_with_parent()
     try:
         coordinator = DPCoordinatorProc(setup)
     except zmq.ZMQError as error:
         print(f"minivllm: the coordinator cannot listen on {setup.handshake_address}: {error}", file=sys.stderr)
-        return 2
+        sys.exit(2)
     coordinator.run()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,13 +25,14 @@ from minivllm.engine import core_messages
 from minivllm.engine.core_messages import CoreReady, Drain, EngineCoreOutputs, FromCore, Heartbeat, ReplicaLoad
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_loop import EngineCoreLoop
-from minivllm.engine.engine_core_proc import EngineCoreProc, ProcessSetup, run_core
+from minivllm.engine.engine_core_proc import EngineCoreProc, ProcessSetup
+from minivllm.executor.processes import exit_with_parent, read_setup
 
 MAX_UNREAD = 10_000
 """Messages that wait for an API server which reads nothing. Further ones are lost; it finds out, and sends its requests elsewhere."""
 
 
-class ReplicaSetup(ProcessSetup, kw_only=True):
+class ReplicaSetup(ProcessSetup):
     """For a replica.
 
     Attributes:
@@ -40,35 +41,32 @@ class ReplicaSetup(ProcessSetup, kw_only=True):
         clock_offset: By how many seconds this machine's clock is ahead of the API servers', in which times are told.
     """
 
+    addresses: NodeWelcome
+    key: KeyPair | None
+    clock_offset: float
     engine_index: int = 0
     incarnation: int = 0
-    addresses: NodeWelcome
     ready_descriptor: int = -1
-    clock_offset: float
-    key: KeyPair | None
 
 
 class DPEngineCoreProc(EngineCoreProc):
     """The process."""
 
     def __init__(self, setup: ReplicaSetup) -> None:
-        sockets = Sockets(setup.key)
-        self._context = sockets.context
+        sockets, addresses = Sockets(setup.key), setup.addresses
         self._engine_index, self._incarnation = setup.engine_index, setup.incarnation
         self._ready_descriptor, self._clock_offset = setup.ready_descriptor, setup.clock_offset
-        self._inputs, self._poller = [], zmq.Poller()
         identity = identity_of(setup.engine_index, setup.incarnation)
-        for address in setup.addresses.input_addresses:
-            # The probe says hello on each new connection: the frontend can send to this identity, and knows that what it had sent may be lost.
-            socket = sockets.connect(zmq.DEALER, address, IDENTITY=identity, RCVHWM=0, PROBE_ROUTER=1)
-            self._inputs.append(socket)
-            self._poller.register(socket, zmq.POLLIN)
-        self._outputs = [sockets.connect(zmq.PUSH, address, SNDHWM=MAX_UNREAD) for address in setup.addresses.output_addresses]
-        self._num_sent = [0] * len(self._outputs)
-        self._reports = sockets.connect(zmq.PUSH, setup.addresses.report_address, CONFLATE=1)  # only the newest counts
+        # The probe says hello on each new connection: the frontend can send to this identity, and knows that what it had sent may be lost.
+        options = {"IDENTITY": identity, "RCVHWM": 0, "PROBE_ROUTER": 1}
+        inputs = [sockets.connect(zmq.DEALER, address, **options) for address in addresses.input_addresses]
+        outputs = [sockets.connect(zmq.PUSH, address, SNDHWM=MAX_UNREAD) for address in addresses.output_addresses]
+        self._num_sent = [0] * len(outputs)
+        """Messages to each API server."""
+        self._reports = sockets.connect(zmq.PUSH, addresses.report_address, CONFLATE=1)  # only the newest counts
         self._load = ReplicaLoad()
         self._loop: EngineCoreLoop | None = None
-        self._start(setup.config, setup.log_level)
+        self._start(setup, sockets.context, inputs, outputs)
 
     def _make_loop(self, core: EngineCore) -> EngineCoreLoop:
         if offset := self._clock_offset:
@@ -80,9 +78,6 @@ class DPEngineCoreProc(EngineCoreProc):
             os.write(self._ready_descriptor, b"r")
         os.close(self._ready_descriptor)
         return loop
-
-    def _receive(self) -> list[bytes]:
-        return [socket.recv() for socket, _ in self._poller.poll()]
 
     def _send(self, message: FromCore) -> None:
         """Send outputs to the API servers that wait for them, records of steps to the ones that watch, and anything else to all."""
@@ -119,15 +114,13 @@ class DPEngineCoreProc(EngineCoreProc):
         self._load = load
         self._reports.send(messages.encode(LoadReport(self._engine_index, load)))
 
-    def _close_input(self) -> None:
-        for socket in self._inputs:
-            socket.close(linger=0)
-
-    def _close_output(self) -> None:
+    def _close_outputs(self) -> None:
         self._reports.send(messages.encode(LoadReport(self._engine_index, None)))
-        for socket in (*self._outputs, self._reports):
-            socket.close(linger=1000)
+        self._reports.close(linger=1000)
+        super()._close_outputs()
 
 
 if __name__ == "__main__":
-    sys.exit(run_core(ReplicaSetup, DPEngineCoreProc))
+    setup = read_setup(ReplicaSetup)
+    exit_with_parent(setup.socket_folder)
+    sys.exit(DPEngineCoreProc(setup).run())

@@ -145,7 +145,7 @@ class ReplicaLauncher:
         return None
 
     def _start_coordinator(self) -> None:
-        self.coordinator = ChildProcess("minivllm.data_parallel.coordinator", 1, self._setup)
+        self.coordinator = ChildProcess("minivllm.data_parallel.coordinator", self._setup, 1)
         self._coordinator_since, self._coordinator_due = time.monotonic(), None
 
     def ask(self, handshake: zmq.Socket[bytes], message: HelloFrontend | HelloNode) -> FromHandshake:

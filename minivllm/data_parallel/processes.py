@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import time
 import weakref
 from collections.abc import Collection
@@ -45,7 +44,7 @@ class ReplicaProcess(ChildProcess):
         self._close = weakref.finalize(self, os.close, self._ready_pipe)
         setup = msgspec.structs.replace(setup, incarnation=self.incarnation, ready_descriptor=theirs)
         try:
-            super().__init__("minivllm.data_parallel.engine_core_proc", num_threads, setup, (theirs,), gpus)
+            super().__init__("minivllm.data_parallel.engine_core_proc", setup, num_threads, (theirs,), gpus)
         finally:
             os.close(theirs)
         os.set_blocking(self._ready_pipe, False)
@@ -145,10 +144,8 @@ class LocalReplicas:
         ranks = config.parallel_config.local_ranks
         # By default no two replicas need the same processor.
         self._num_threads = num_threads or max(1, torch.get_num_threads() // max(1, len(ranks)))
-        self._setup = ReplicaSetup(
-            config=config.to_bytes(), addresses=addresses, key=sockets.key, clock_offset=clock_offset, socket_folder=socket_folder,
-            sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel(),
-        )  # fmt: skip
+        log_level = logging.getLogger().getEffectiveLevel()
+        self._setup = ReplicaSetup(config.to_bytes(), socket_folder, log_level, addresses, sockets.key, clock_offset)
         self._gpus: dict[int, str] = {}
         if config.worker_config.device != "cpu" and torch.cuda.device_count() > 1:
             self._gpus = divide_gpus(ranks, config.parallel_config.tensor_parallel_size, visible_gpus())

@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -161,7 +162,9 @@ class Sockets:
             quiet.setLevel(logging.CRITICAL + 1)  # it logs in a thread of its own, and loggers here may use sockets
             self._authenticator = ThreadAuthenticator(self.context, log=quiet)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback("minivllm", _OnlyThisKey(self.key))
+            ours = self.key.public.encode()
+            only_ours = SimpleNamespace(callback=lambda domain, key: hmac.compare_digest(key, ours))
+            self._authenticator.configure_curve_callback("minivllm", only_ours)
 
 
 def _watch_over_tcp(made: zmq.Socket[bytes], address: str) -> None:
@@ -169,14 +172,6 @@ def _watch_over_tcp(made: zmq.Socket[bytes], address: str) -> None:
     if address.startswith("tcp:"):
         made.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * PING_SECONDS))
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * LOST_SECONDS))
-
-
-class _OnlyThisKey:
-    def __init__(self, key: KeyPair) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return hmac.compare_digest(key, self._key.public.encode())
 
 
 class RefusalLog:

@@ -1,6 +1,9 @@
 """A running `EngineCoreLoop`, seen from the frontend: in a thread of this process, or in a process of its own.
 
-Both are used the same way: `send` messages, `receive` messages until one is a `CoreLost` or None, `shutdown`.
+Both have the same methods. `send` hands over a message, from any thread; it is lost if the core is gone. `receive` waits for the next
+message: a `CoreLost` is the last one if the core ended by itself, None if it was shut down. `shutdown` ends the core and waits until it
+has ended; safe to call again, from any thread. `ready` is what the core said when it was, `process_id` the process that computes, and
+`last_heard` when the core last gave a sign of life, in seconds of `time.monotonic`; None where it cannot fall silent.
 """
 
 from __future__ import annotations
@@ -9,13 +12,11 @@ import contextlib
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import zmq
@@ -41,29 +42,6 @@ from minivllm.executor.processes import GRACE_SECONDS, ChildProcess
 
 _POLL_MS = 100
 """How long a process may be gone before it is noticed."""
-
-
-class CoreHandle(Protocol):
-    """An engine core that is ready.
-
-    Attributes:
-        ready: What the core said when it was.
-        process_id: The process that computes.
-        last_heard: When the core last gave a sign of life, in seconds of `time.monotonic`; None where it cannot fall silent.
-    """
-
-    ready: CoreReady
-    process_id: int
-    last_heard: float | None
-
-    def send(self, message: ToCore) -> None:
-        """Hand over a message, from any thread. It is lost if the core is gone."""
-
-    def receive(self) -> EngineCoreOutputs | CoreLost | None:
-        """Wait for the next message. A `CoreLost` is the last one if the core ended by itself, None if it was shut down."""
-
-    def shutdown(self) -> None:
-        """End the core and wait until it has ended. Safe to call again, from any thread."""
 
 
 class CoreThread:
@@ -133,12 +111,9 @@ class CoreProcess:
         """Held while a thread uses the output socket."""
         self.last_heard: float | None = time.monotonic()
         self._shut_down = threading.Event()
-        setup = CoreSetup(
-            config=packed, socket_folder=folder, input_address=input_address, output_address=output_address,
-            sys_path=sys.path, log_level=logging.getLogger().getEffectiveLevel(),
-        )  # fmt: skip
+        setup = CoreSetup(packed, folder, logging.getLogger().getEffectiveLevel(), input_address, output_address)
         try:
-            self._process = ChildProcess("minivllm.engine.engine_core_proc", num_threads, setup)
+            self._process = ChildProcess("minivllm.engine.engine_core_proc", setup, num_threads)
         except BaseException:
             self._context.destroy(linger=0)
             shutil.rmtree(folder, ignore_errors=True)
@@ -211,6 +186,9 @@ class CoreProcess:
             return decode_from_core(data)
         except msgspec.DecodeError as error:  # nothing after it can be trusted either
             return CoreFailed(type(error).__name__, str(error))
+
+
+CoreHandle = CoreThread | CoreProcess
 
 
 def make_socket_folder() -> str:

@@ -6,6 +6,7 @@ The frontend resolves; the engine core gets the result, as plain data where it r
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import ConfigError
 from minivllm.executor.base import Executor
-from minivllm.executor.processes import find_plugins, pickle_for_process
+from minivllm.executor.processes import check_classes
 
 if TYPE_CHECKING:
     from minivllm.engine.detokenizer import IncrementalDetokenizer
@@ -123,9 +124,6 @@ class EngineConfig:
         Raises:
             ConfigError: A class is defined where another process cannot import it.
         """
-        plugins = {
-            "scheduler_cls": self.scheduler_cls,
-            "block_space_manager_cls": self.block_space_manager_cls,
-            **find_plugins(self.model_config, self.worker_config),
-        }
-        return pickle_for_process(replace(self, detokenizer_cls=None), plugins)  # text stays in the frontend
+        config = replace(self, detokenizer_cls=None)  # text stays in the frontend
+        check_classes(config)
+        return pickle.dumps(config)

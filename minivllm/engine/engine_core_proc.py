@@ -14,14 +14,11 @@ import logging
 import os
 import pickle
 import queue
-import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 import zmq
@@ -29,7 +26,7 @@ import zmq
 from minivllm.engine.core_messages import CoreFailed, CoreLog, FromCore, Heartbeat, KillReplica, decode_to_core, encode
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_loop import EngineCoreLoop
-from minivllm.executor.processes import ForwardLog
+from minivllm.executor.processes import ForwardLog, exit_with_parent, read_setup
 
 logger = logging.getLogger(__name__)
 
@@ -39,42 +36,46 @@ RETURN_STATUS = 75
 """The exit status of a process in whose place another is to be started."""
 
 
-class ProcessSetup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ProcessSetup(msgspec.Struct, forbid_unknown_fields=True):
     """What the process of a core is told at its start. The config is pickled."""
 
     config: bytes
     socket_folder: str
     """To be removed if the frontend has had no time to; "" if there is none."""
-    sys_path: list[str]
     log_level: int
 
 
-class CoreSetup(ProcessSetup, kw_only=True):
+class CoreSetup(ProcessSetup):
     """For a core with a frontend of its own."""
 
     input_address: str
     output_address: str
 
 
-_Setup = TypeVar("_Setup", bound=ProcessSetup)
-
-
 class EngineCoreProc:
     """The process: a core between two sockets."""
 
     def __init__(self, setup: CoreSetup) -> None:
-        self._context = zmq.Context()
-        self._input = self._context.socket(zmq.PULL)
-        self._input.connect(setup.input_address)
-        self._output = self._context.socket(zmq.PUSH)
-        self._output.setsockopt(zmq.SNDHWM, 0)
-        self._output.connect(setup.output_address)
-        self._start(setup.config, setup.log_level)
+        context = zmq.Context()
+        from_frontend, to_frontend = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        from_frontend.connect(setup.input_address)
+        to_frontend.setsockopt(zmq.SNDHWM, 0)
+        to_frontend.connect(setup.output_address)
+        self._start(setup, context, [from_frontend], [to_frontend])
 
-    def _start(self, config: bytes, log_level: int) -> None:
-        self._config = config
+    def _start(
+        self,
+        setup: ProcessSetup,
+        context: zmq.Context[zmq.Socket[bytes]],
+        inputs: list[zmq.Socket[bytes]],
+        outputs: list[zmq.Socket[bytes]],
+    ) -> None:
+        self._config, self._context, self._inputs, self._outputs = setup.config, context, inputs, outputs
+        self._poller = zmq.Poller()
+        for socket in inputs:
+            self._poller.register(socket, zmq.POLLIN)
         self._log = ForwardLog(lambda *record: self._send(CoreLog(*record)))
-        logging.basicConfig(level=log_level, format="%(message)s", handlers=[self._log])
+        logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[self._log])
 
     def run(self) -> int:
         """Load the model and serve until told to stop. Returns the exit status."""
@@ -106,16 +107,17 @@ class EngineCoreProc:
     def _run_input(self, loop: EngineCoreLoop) -> None:
         try:
             while True:
-                for data in self._receive():
+                for socket, _ in self._poller.poll():
                     try:
-                        message = decode_to_core(data)
+                        message = decode_to_core(socket.recv())
                         if isinstance(message, KillReplica):
                             os.kill(os.getpid(), signal.SIGKILL)
                         loop.input_queue.put(message)
                     except msgspec.DecodeError as error:
                         logger.error("Dropped a message that cannot be decoded: %s", error)
         except zmq.ContextTerminated:
-            self._close_input()
+            for socket in self._inputs:
+                socket.close(linger=0)
         except Exception:
             _exit_at_once()
 
@@ -135,21 +137,16 @@ class EngineCoreProc:
                     next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
                     if not loop.is_stuck:
                         self._send(Heartbeat(0, loop.core.num_gpu_blocks, os.getpid(), loop.is_draining))
-            self._close_output()
+            self._close_outputs()
         except Exception:
             _exit_at_once()
 
-    def _receive(self) -> list[bytes]:
-        return [self._input.recv()]
-
     def _send(self, message: FromCore) -> None:
-        self._output.send(encode(message))
+        self._outputs[0].send(encode(message))
 
-    def _close_input(self) -> None:
-        self._input.close(linger=0)
-
-    def _close_output(self) -> None:
-        self._output.close(linger=1000)
+    def _close_outputs(self) -> None:
+        for socket in self._outputs:
+            socket.close(linger=1000)
 
 
 def _exit_at_once() -> None:
@@ -158,36 +155,7 @@ def _exit_at_once() -> None:
     os._exit(1)
 
 
-def exit_with_the_frontend(*folders: str) -> None:
-    """Wait until standard input closes: only the frontend holds its other end. It may have had no time to clean up."""
-    while os.read(0, 1024):
-        pass
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
-
-
-def read_line() -> bytes:
-    """The line that the frontend writes to standard input; empty if it is gone."""
-    line = b""
-    while not line.endswith(b"\n"):
-        part = os.read(0, 65536)
-        if not part:
-            return b""
-        line += part
-    return line
-
-
-def run_core(setup_cls: type[_Setup], proc_cls: Callable[[_Setup], EngineCoreProc]) -> int:
-    """Read the setup from standard input and run. Returns the exit status."""
-    line = read_line()
-    if not line:
-        return 1
-    setup = msgspec.json.decode(line, type=setup_cls)
-    sys.path[:] = setup.sys_path
-    threading.Thread(target=exit_with_the_frontend, args=(setup.socket_folder,), daemon=True).start()
-    return proc_cls(setup).run()
-
-
 if __name__ == "__main__":
-    sys.exit(run_core(CoreSetup, EngineCoreProc))
+    setup = read_setup(CoreSetup)
+    exit_with_parent(setup.socket_folder)
+    sys.exit(EngineCoreProc(setup).run())

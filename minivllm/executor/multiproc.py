@@ -13,6 +13,7 @@ answers. A worker that ends, is stopped, or fails alone takes the executor down,
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from minivllm import errors
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from minivllm.errors import DistributedError, WorkerError
 from minivllm.executor.base import Executor
-from minivllm.executor.processes import find_plugins, pickle_for_process
+from minivllm.executor.processes import check_classes
 from minivllm.executor.worker_messages import (
     Answer,
     Call,
@@ -66,7 +67,8 @@ class MultiProcExecutor(Executor):
         self._timing: list[RankTiming] = []
         self._logged: dict[str, int] = {}
         """Texts logged during a step or call, and the rank that logged each first."""
-        self._workers = WorkerProcesses(pickle_for_process(configs, find_plugins(model_config, worker_config)), world_size)
+        check_classes(*configs)
+        self._workers = WorkerProcesses(pickle.dumps(configs), world_size)
         self._finalizer = weakref.finalize(self, self._workers.stop)
 
     def wait_until_ready(self) -> None:

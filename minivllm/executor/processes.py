@@ -3,45 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
-import pickle
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from minivllm import OPENMP_SPINS
-from minivllm.config import ModelConfig, WorkerConfig
 from minivllm.errors import ConfigError
+
+_Setup = TypeVar("_Setup", bound=msgspec.Struct)
 
 GRACE_SECONDS = 5.0
 """How long a process may take to finish what it does when told to stop."""
 
 
 def start_python(
-    module: str, num_threads: int | None = None, descriptors: tuple[int, ...] = (), gpus: str | None = None
+    module: str, setup: msgspec.Struct, num_threads: int | None = None, descriptors: tuple[int, ...] = (), gpus: str | None = None
 ) -> subprocess.Popen[bytes]:
     """Run a module as a process with this one's module path and a pipe as its standard input.
 
     Args:
         module: Its name.
+        setup: Written to the pipe as a line of JSON, for `read_setup`.
         num_threads: Threads to compute with; None means one per processor.
         descriptors: File descriptors to inherit, under the same numbers.
         gpus: The GPUs it sees, as in CUDA_VISIBLE_DEVICES; None means all that this process sees.
     """
-    environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONSAFEPATH": "1"}
+    environment = {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path), "PYTHONSAFEPATH": "1"}
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         environment["GOMP_SPINCOUNT"] = OPENMP_SPINS
     if num_threads is not None:
         environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=2 if _is_open(2) else subprocess.DEVNULL,  # it may print for people, but not into a pipe
@@ -50,6 +55,11 @@ def start_python(
         pass_fds=descriptors,
         start_new_session=True,  # Ctrl-C goes to this process only, which then ends the other
     )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has already ended, which is noticed soon
+        process.stdin.write(msgspec.json.encode(setup) + b"\n")
+        process.stdin.flush()
+    return process
 
 
 def _is_open(descriptor: int) -> bool:
@@ -61,27 +71,18 @@ def _is_open(descriptor: int) -> bool:
 
 
 class ChildProcess:
-    """A process that ends with this one, at the latest.
-
-    Args:
-        module, num_threads, descriptors, gpus: As for `start_python`.
-        setup: What it reads from its standard input at its start, as a line of JSON.
-    """
+    """A process that ends with this one, at the latest. The arguments are those of `start_python`."""
 
     def __init__(
         self,
         module: str,
-        num_threads: int | None,
         setup: msgspec.Struct,
+        num_threads: int | None,
         descriptors: tuple[int, ...] = (),
         gpus: str | None = None,
     ) -> None:
-        self._process = start_python(module, num_threads, descriptors, gpus)
+        self._process = start_python(module, setup, num_threads, descriptors, gpus)
         self._end = weakref.finalize(self, _end_process, self._process)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed soon
-            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
-            self._process.stdin.flush()
 
     @property
     def process_id(self) -> int:
@@ -130,28 +131,44 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def find_plugins(model_config: ModelConfig, worker_config: WorkerConfig) -> dict[str, Any]:
-    """The classes that a worker needs, by their names in `EngineArgs`."""
-    return {
-        "attention_backend": worker_config.attention_backend,
-        "sampler_cls": worker_config.sampler_cls,
-        "the registered model class": model_config.model_cls,
-    }
+def check_classes(*configs: Any) -> None:
+    """Raise a ConfigError if a class in these dataclasses is defined where a process that unpickles them cannot import it."""
+    for config in configs:
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if dataclasses.is_dataclass(value):
+                check_classes(value)
+            elif isinstance(value, type) and (value.__module__ == "__main__" or "<locals>" in value.__qualname__):
+                name = "the registered model class" if field.name == "model_cls" else field.name
+                raise ConfigError(
+                    f"{name} is {value.__qualname__}, which another process cannot import from where it is defined: put the "
+                    f"class into a module, or run the engine in this process (in_process=True) with one worker."
+                )
 
 
-def pickle_for_process(config: Any, plugins: dict[str, Any]) -> bytes:
-    """Pickle a configuration for a process that we start ourselves.
+def read_setup(kind: type[_Setup]) -> _Setup:
+    """What `start_python` has written to standard input. Exits if the parent has already ended."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(0, 65536)
+        if not part:
+            sys.exit(1)
+        line += part
+    return msgspec.json.decode(line, type=kind)
 
-    Raises:
-        ConfigError: One of the `plugins`, classes in it by their names in `EngineArgs`, is defined where another process cannot import it.
-    """
-    for name, plugin in plugins.items():
-        if isinstance(plugin, type) and (plugin.__module__ == "__main__" or "<locals>" in plugin.__qualname__):
-            raise ConfigError(
-                f"{name} is {plugin.__qualname__}, which another process cannot import from where it is defined: put the "
-                f"class into a module, or run the engine in this process (in_process=True) with one worker."
-            )
-    return pickle.dumps(config)
+
+def exit_with_parent(*folders: str) -> None:
+    """Exit when the parent, which alone holds the other end of standard input, closes it or ends. Removes folders that the parent may
+    have had no time to remove."""
+
+    def wait() -> None:
+        while os.read(0, 1024):
+            pass
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class ForwardLog(logging.Handler):

@@ -38,7 +38,6 @@ class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
     group_port: int
     inbox: tuple[int, int]
     outbox: tuple[int, int]
-    sys_path: list[str]
     log_level: int
 
 

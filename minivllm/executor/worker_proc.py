@@ -1,19 +1,25 @@
-"""A worker in a process of its own, started by `MultiProcExecutor` through `worker_main`. Mirrors `WorkerProc` in
-`vllm/v1/executor/multiproc_executor.py`.
+"""A worker in a process of its own: `python -m minivllm.executor.worker_proc`, started by `MultiProcExecutor`.
+
+The process ends when its inbox closes or its parent ends. Mirrors `WorkerProc` in `vllm/v1/executor/multiproc_executor.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
+import os
 import pickle
+import signal
+import sys
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from minivllm.distributed.message_queue import QueueReader, QueueWriter
-from minivllm.distributed.torch_group import join_group
 from minivllm.errors import DistributedError, MinivllmError
-from minivllm.executor.processes import ForwardLog
+from minivllm.executor.processes import ForwardLog, read_setup
 from minivllm.executor.worker_messages import (
     Call,
     CallResult,
@@ -30,9 +36,12 @@ from minivllm.executor.worker_messages import (
 )
 from minivllm.request import EngineCoreRequest
 from minivllm.scheduler_output import RankTiming
-from minivllm.worker.worker import Worker, resolve_device
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from minivllm.worker.worker import Worker
+
+logger = logging.getLogger("minivllm.executor.worker_proc")  # also as the main module of its process
+PR_SET_PDEATHSIG = 1
 
 
 class WorkerProc:
@@ -49,11 +58,7 @@ class WorkerProc:
     def run(self) -> None:
         """Load the model, then handle messages until the executor closes the queue."""
         try:
-            model_config, cache_config, scheduler_config, worker_config = pickle.loads(self._setup.configs)
-            setup, device = self._setup, resolve_device(worker_config.device, self._setup.rank)
-            group = join_group(setup.rank, setup.world_size, device, setup.group_memory, setup.group_port)
-            self._worker = Worker(model_config, cache_config, scheduler_config, worker_config, group)
-            self._worker.load_model()
+            self._worker = self._make_worker()
         except Exception as error:
             self._send(Failed(0, type(error).__name__, str(error)))
             while self._read() is not None:  # until the executor has read it
@@ -74,6 +79,19 @@ class WorkerProc:
                 encoded = encode(Failed(msgspec.msgpack.decode(data)["number"], type(error).__name__, str(error)))
             if encoded is not None:
                 self._outbox.write(encoded)
+
+    def _make_worker(self) -> Worker:
+        # Imported here: what loads torch waits until `main` has done what is urgent.
+        from minivllm.distributed.torch_group import join_group
+        from minivllm.worker.worker import Worker, resolve_device
+
+        setup = self._setup
+        model_config, cache_config, scheduler_config, worker_config = pickle.loads(setup.configs)
+        device = resolve_device(worker_config.device, setup.rank)
+        group = join_group(setup.rank, setup.world_size, device, setup.group_memory, setup.group_port)
+        worker = Worker(model_config, cache_config, scheduler_config, worker_config, group)
+        worker.load_model()
+        return worker
 
     def _handle(self, message: ToWorker) -> FromWorker | None:
         if isinstance(message, Call):
@@ -100,3 +118,20 @@ class WorkerProc:
 
     def _send(self, message: FromWorker) -> None:
         self._outbox.write(encode(message))
+
+
+def main() -> None:
+    """Read the setup from standard input and run."""
+    if sys.platform == "linux":  # has this process killed when its parent ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    setup = read_setup(WorkerSetup)
+    if os.getppid() != setup.parent:
+        sys.exit(1)
+    with contextlib.suppress(DistributedError):  # the executor has ended
+        WorkerProc(setup).run()
+    sys.stdout.flush()
+    os._exit(0)  # threads of torch.distributed would wait for dead ranks
+
+
+if __name__ == "__main__":
+    main()

@@ -8,13 +8,11 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
 
-import msgspec
 import psutil
 import torch
 
@@ -211,15 +209,14 @@ class WorkerProcesses:
                     self._outboxes.append(QueueReader(outbox.memory, answers))
                 ours.callback(outbox.close, but=[answers])
                 inherited = (group_memory, inbox.memory, wait, outbox.memory, answer)
-                process = start_python("minivllm.executor.worker_main", num_threads, inherited)
-                self.processes.append(process)
                 setup = WorkerSetup(
                     configs, rank, self.world_size, os.getpid(), group_memory, group_port, (inbox.memory, wait),
-                    (outbox.memory, answer), sys.path, logging.getLogger().getEffectiveLevel(),
+                    (outbox.memory, answer), logging.getLogger().getEffectiveLevel(),
                 )  # fmt: skip
+                process = start_python("minivllm.executor.worker_proc", setup, num_threads, inherited)
+                self.processes.append(process)
                 assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # it has ended already, which is noticed soon
-                    process.stdin.write(msgspec.json.encode(setup) + b"\n")
+                with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
         if self._stopping.is_set():
             for process in self.processes:

@@ -19,8 +19,7 @@ from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceData, SequenceOutput
 from minivllm.worker.cuda_graphs import DecodeGraphs
 from minivllm.worker.model_input import ModelInput
-from minivllm.worker.sampler import SampledToken, Sampler, SamplingRow, top_logprobs
-from minivllm.worker.sharded_sampler import can_choose_in_parts, choose_in_part
+from minivllm.worker.sampler import SampledToken, Sampler, SamplingRow, can_choose_in_parts, choose_in_part, top_logprobs
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of prompt logits computed at a time: the logits of a long prompt at once would take gigabytes."""

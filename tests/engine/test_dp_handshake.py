@@ -47,7 +47,7 @@ class Coordinator:
         setup = CoordinatorSetup(
             self.address, "tcp://127.0.0.1:0", f"ipc://{tmp_path}/loads", self.key, 1, 4, config_hash="right", log_level=30
         )
-        self.process = ChildProcess("minivllm.data_parallel.coordinator", 1, setup)
+        self.process = ChildProcess("minivllm.data_parallel.coordinator", setup, 1)
         self.sockets = Sockets(self.key)
         welcome = self.ask(HelloFrontend(0, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
         assert isinstance(welcome, FrontendWelcome)

@@ -25,8 +25,7 @@ from minivllm.kernels.ops import load_platform_kernels
 from minivllm.request import EngineCoreRequest, Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
 from minivllm.worker import sampler
-from minivllm.worker.sampler import Sampler, SamplingRow, exponential_noise, random_key
-from minivllm.worker.sharded_sampler import can_choose_in_parts, choose_in_part
+from minivllm.worker.sampler import Sampler, SamplingRow, can_choose_in_parts, choose_in_part, exponential_noise, random_key
 
 sample = Sampler().sample
 

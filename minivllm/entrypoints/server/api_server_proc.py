@@ -6,28 +6,20 @@ import os
 import pickle
 import socket
 import sys
-import threading
-
-import msgspec
 
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.engine.engine_core_proc import exit_with_the_frontend, read_line
 from minivllm.engine.metrics import SHARED_METRICS
 from minivllm.entrypoints.server.launcher import ApiServer, ApiServerSetup, freeze_heap
 from minivllm.entrypoints.server.request_log import configure_logging
 from minivllm.entrypoints.server.state import ServerState
 from minivllm.errors import MinivllmError
+from minivllm.executor.processes import exit_with_parent, read_setup
 
 
 def main() -> int:
     """Read the setup from standard input, and serve until told to stop. Returns the exit status."""
-    line = read_line()
-    if not line:
-        return 1
-    setup = msgspec.json.decode(line, type=ApiServerSetup)
-    sys.path[:] = setup.sys_path
-    folders = (setup.place.folder, os.environ[SHARED_METRICS])
-    threading.Thread(target=exit_with_the_frontend, args=folders, daemon=True).start()
+    setup = read_setup(ApiServerSetup)
+    exit_with_parent(setup.place.folder, os.environ[SHARED_METRICS])
     configure_logging(setup.settings.log_level)
     try:
         engine = AsyncLLMEngine.join(pickle.loads(setup.config), setup.place, setup.settings.seed)

@@ -16,7 +16,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -124,7 +123,6 @@ class ApiServerSetup(msgspec.Struct, forbid_unknown_fields=True):
     place: FrontendPlace
     settings: ServerSettings
     listener: int
-    sys_path: list[str]
 
 
 class ApiServerProcesses:
@@ -145,8 +143,8 @@ class ApiServerProcesses:
         """Start them."""
         packed = config.to_bytes()
         for place, listener in zip(places, self._listeners, strict=True):
-            setup = ApiServerSetup(packed, place, self._settings, listener.fileno(), sys.path)
-            process = ChildProcess("minivllm.entrypoints.server.api_server_proc", 1, setup, (listener.fileno(),))
+            setup = ApiServerSetup(packed, place, self._settings, listener.fileno())
+            process = ChildProcess("minivllm.entrypoints.server.api_server_proc", setup, 1, (listener.fileno(),))
             self._processes[place.client_index] = process
             listener.close()  # or connections would queue here after the process has closed its own
 
