@@ -136,9 +136,9 @@ def check_classes(*configs: Any) -> None:
     for config in configs:
         for field in dataclasses.fields(config):
             value = getattr(config, field.name)
-            if dataclasses.is_dataclass(value):
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
                 check_classes(value)
-            elif isinstance(value, type) and (value.__module__ == "__main__" or "<locals>" in value.__qualname__):
+            if isinstance(value, type) and (value.__module__ == "__main__" or "<locals>" in value.__qualname__):
                 name = "the registered model class" if field.name == "model_cls" else field.name
                 raise ConfigError(
                     f"{name} is {value.__qualname__}, which another process cannot import from where it is defined: put the "
