@@ -15,8 +15,8 @@ import pytest
 from minivllm.course.exercise_cells import GradedCell
 from minivllm.course.grading.grader import surroundings_of
 from minivllm.course.grading.kernel import find_imports, with_receipt
-from minivllm.course.grading.kernel_client import KernelDidNotStart, Surroundings, run_cells
-from minivllm.course.grading.limits import Limits
+from minivllm.course.grading.kernel_client import KernelDidNotStart, run_cells
+from minivllm.course.grading.limits import Limits, Surroundings
 from minivllm.course.grading.sandbox import Pristine
 from minivllm.course.grading.submissions import Cell, Lesson
 

@@ -207,3 +207,8 @@ def test_openais_protocol_knows_nothing_of_the_server():
             assert not module.startswith("entrypoints.") or module.startswith("entrypoints.openai"), (
                 f"{path.name} imports minivllm.{module}"
             )
+
+
+def test_no_file_is_longer_than_400_lines():
+    lengths = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8").count("\n") for path in ROOT.rglob("*.py")}
+    assert {name: count for name, count in lengths.items() if count > 400} == {}

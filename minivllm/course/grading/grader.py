@@ -16,8 +16,8 @@ from threading import Event
 
 from minivllm.course.exercise_cells import GradedCell
 from minivllm.course.grading.borrowed import find_borrowed
-from minivllm.course.grading.kernel_client import KernelDidNotStart, Surroundings, run_cells
-from minivllm.course.grading.limits import CellRun, Limits
+from minivllm.course.grading.kernel_client import KernelDidNotStart, run_cells
+from minivllm.course.grading.limits import CellRun, Limits, Surroundings
 from minivllm.course.grading.observe import NoSuchClass, find_difference, find_observer
 from minivllm.course.grading.submissions import Cell, DamagedNotebook, Lesson, Submission, restore
 from minivllm.course.grading.untrusted_text import without_colours

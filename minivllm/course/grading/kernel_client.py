@@ -17,15 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 from minivllm.course.grading import bubblewrap
-from minivllm.course.grading.limits import CellRun, Limits, Output, Watch
-from minivllm.course.grading.observe import Observer
+from minivllm.course.grading.limits import CellRun, Limits, Output, Surroundings, Watch
 from minivllm.course.grading.submissions import Cell
 
 _START_SECONDS = 180
@@ -36,35 +35,6 @@ _LARGEST_MESSAGE = 16_000_000
 MOST_WAITED = 0.2
 """A cell that ran too long is retried if it waited for a processor for more than this share of the time."""
 _ENDS_KERNEL = frozenset({"deaf", "dead", "memory", "disk"})
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a kernel needs to know about the lesson and the machine.
-
-    Attributes:
-        preload: Import statements to run before the learner's first cell.
-        imports: Import statements to rerun before each check, so that the names of the package are bound again.
-        unreadable: Folders and files that cells must not open.
-        unwritable: Folders in which cells must not write.
-        sandboxed: Whether to run the kernel in bubblewrap's sandbox.
-        num_threads: Its compute threads: its share of the processors.
-        observer: Observes the class of each check that passed.
-        seconds: How long each check took with the lesson's solution, by its id.
-    """
-
-    preload: tuple[str, ...] = ()
-    imports: tuple[str, ...] = ()
-    unreadable: tuple[Path, ...] = ()
-    unwritable: tuple[Path, ...] = ()
-    sandboxed: bool = False
-    num_threads: int = 1
-    observer: Observer | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-    def seconds_after_a_hang(self, cell: Cell) -> float:
-        """For a cell after a check that never ended, and may call the same method: plenty if it does not."""
-        return 5 + 5 * self.seconds.get(cell.cell_id, 1.0)
 
 
 class KernelDidNotStart(RuntimeError):  # noqa: N818

@@ -1,11 +1,16 @@
-"""The limits of a submission, their enforcement, and the outcome of each cell."""
+"""The surroundings and limits of a submission, their enforcement, and the outcome of each cell."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+from minivllm.course.grading.observe import Observer
+from minivllm.course.grading.submissions import Cell
 
 _GRACE_SECONDS = 3.0
 """How long an interrupted cell may take to stop."""
@@ -34,6 +39,35 @@ class Limits:
     kept_output: int = 1_000_000
     most_output: int = 8_000_000
     written_bytes: int = 2 * 1024**3
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a kernel needs to know about the lesson and the machine.
+
+    Attributes:
+        preload: Import statements to run before the learner's first cell.
+        imports: Import statements to rerun before each check, so that the names of the package are bound again.
+        unreadable: Folders and files that cells must not open.
+        unwritable: Folders in which cells must not write.
+        sandboxed: Whether to run the kernel in bubblewrap's sandbox.
+        num_threads: Its compute threads: its share of the processors.
+        observer: Observes the class of each check that passed.
+        seconds: How long each check took with the lesson's solution, by its id.
+    """
+
+    preload: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+    unreadable: tuple[Path, ...] = ()
+    unwritable: tuple[Path, ...] = ()
+    sandboxed: bool = False
+    num_threads: int = 1
+    observer: Observer | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def seconds_after_a_hang(self, cell: Cell) -> float:
+        """For a cell after a check that never ended, and may call the same method: plenty if it does not."""
+        return 5 + 5 * self.seconds.get(cell.cell_id, 1.0)
 
 
 @dataclass
