@@ -6,13 +6,14 @@ Mirrors `vllm/distributed/parallel_state.py`.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
-class GroupCoordinator:
+class GroupCoordinator(ABC):
     """The group as one of its ranks sees it.
 
     Every rank must call the same operations in the same order, with tensors of the same dtype, and the same shape unless noted. An
@@ -35,10 +36,9 @@ class GroupCoordinator:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Replace `x` by the sum over all ranks, bitwise equal on each; 16-bit floats are rounded once. Returns `x`."""
-        if self.world_size > 1:
-            start = time.perf_counter()
-            self._all_reduce(x)
-            self._note(start, x)
+        start = time.perf_counter()
+        self._all_reduce(x)
+        self._note(start, x)
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
@@ -53,16 +53,15 @@ class GroupCoordinator:
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Replace `x` by that of rank `src`. Returns `x`."""
-        if self.world_size > 1:
-            start = time.perf_counter()
-            self._broadcast(x, src)
-            self._note(start, x)
+        start = time.perf_counter()
+        self._broadcast(x, src)
+        self._note(start, x)
         return x
 
     @property
     def supports_cuda_graphs(self) -> bool:
         """Whether its operations can be captured: none of them waits on the host."""
-        return self.world_size == 1
+        return False
 
     def take_timing(self) -> tuple[list[tuple[float, float]], int]:
         """Return `spans` and `num_bytes`, and reset them."""
@@ -74,12 +73,10 @@ class GroupCoordinator:
         self.spans.append((start, time.perf_counter()))
         self.num_bytes += x.nbytes
 
-    def _all_reduce(self, x: Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _all_reduce(self, x: Tensor) -> None: ...
 
     def _join(self, x: Tensor, dim: int, sizes: Sequence[int] | None, dst: int | None) -> Tensor | None:
-        if self.world_size == 1:
-            return x
         dim %= x.dim()
         sizes = sizes or [x.shape[dim]] * self.world_size
         shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for size in sizes]
@@ -90,16 +87,39 @@ class GroupCoordinator:
             return None
         return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
 
+    @abstractmethod
     def _gather(self, x: Tensor, sizes: Sequence[int], dst: int | None) -> list[Tensor]:
         """The flat tensors of all ranks, of these sizes; only rank `dst` needs them, or all if None."""
-        raise NotImplementedError
 
-    def _broadcast(self, x: Tensor, src: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _broadcast(self, x: Tensor, src: int) -> None: ...
 
 
 class SingleRank(GroupCoordinator):
-    """A group of one, whose operations have nothing to do."""
+    """A group of one."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
+        return x
+
+    def gather(self, x: Tensor, dst: int = 0, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor | None:
+        return x
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        return x
+
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        return True
+
+    def _all_reduce(self, x: Tensor) -> None: ...
+
+    def _gather(self, x: Tensor, sizes: Sequence[int], dst: int | None) -> list[Tensor]:
+        return [x.reshape(-1)]
+
+    def _broadcast(self, x: Tensor, src: int) -> None: ...
