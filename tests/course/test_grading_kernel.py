@@ -180,12 +180,12 @@ def test_a_notebook_that_always_ends_python_is_given_up():
 
 @pytest.mark.slow
 def test_after_a_check_that_hangs_others_get_less_time_and_their_points(monkeypatch):
-    monkeypatch.setattr(Surroundings, "seconds_after_a_hang", lambda self, cell: 1.5)
+    monkeypatch.setattr(Surroundings, "seconds_after_a_hang", lambda self, cell: 4)
     hangs, passes, kills = (f"with check('a'):\n    {body}" for body in ("while True: pass", "pass", "import os; os._exit(1)"))
     made = cells("from minivllm.course import check", hangs, passes, kills, hangs, passes)
-    runs = run(made, Limits(cell_seconds=4, total_seconds=60))
+    runs = run(made, Limits(cell_seconds=6, total_seconds=120))
     assert [run.status for run in runs.values()] == ["ok", "slow", "ok", "dead", "slow", "ok"]
-    assert [run.limit for run in runs.values()][1:] == [4, 1.5, 1.5, 1.5, 1.5]
+    assert [run.limit for run in runs.values()][1:] == [6, 4, 4, 4, 4]
     assert [index for index, run in runs.items() if run.passed] == [2, 5]
 
 
