@@ -62,12 +62,13 @@ class SimulatedReplica:
     def add(self, number: int, request: WorkloadRequest, arrival_time: float) -> None:
         """Add a request; `number` becomes its id."""
         num_tokens = len(request.prompt_token_ids) + request.output_len
-        limit = min(self.cache_tokens + 1, self.core.model_config.max_model_len)  # the last token is not cached
-        if num_tokens > limit:
+        grows, max_model_len = f"Request {number} grows to {num_tokens} tokens, but", self.core.model_config.max_model_len
+        if num_tokens > self.cache_tokens + 1:  # the last token is not cached
             raise ConfigError(
-                f"Request {number} grows to {num_tokens} tokens, but {limit} fit: raise num_gpu_blocks and max_model_len, or make "
-                "requests shorter."
+                f"{grows} the whole cache holds only {self.cache_tokens}: raise num_gpu_blocks, or make requests shorter."
             )
+        if num_tokens > max_model_len:
+            raise ConfigError(f"{grows} max_model_len is {max_model_len}: raise it, or make requests shorter.")
         params = _params(request.output_len)
         self.core.add_request(
             EngineCoreRequest(str(number), request.prompt_token_ids, params, num_tokens, seed=number, arrival_time=arrival_time)

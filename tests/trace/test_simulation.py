@@ -169,8 +169,8 @@ def test_the_simulated_model_says_something_else_to_each_request_and_forks():
     ({"max_num_seqs": 0}, "max_num_seqs is 0"),
     ({"max_concurrency": 0}, "max_concurrency is 0"),
     ({"speed": 9}, "no such option: .*'speed'"),
-    ({"num_gpu_blocks": 2, "block_size": 2}, "Request 0 grows to 12 tokens, but 5 fit: raise num_gpu_blocks"),
-    ({"max_model_len": 9}, "Request 0 grows to 12 tokens, but 9 fit: raise num_gpu_blocks and max_model_len"),
+    ({"num_gpu_blocks": 2, "block_size": 2}, "Request 0 grows to 12 tokens, but the whole cache holds only 4: raise num_gpu_blocks"),
+    ({"max_model_len": 9}, "Request 0 grows to 12 tokens, but max_model_len is 9: raise it"),
     ({"max_num_batched_tokens": 20}, "a prompt may have up to max_model_len = 8192 tokens"),
 ])  # fmt: skip
 def test_what_cannot_be_simulated_is_told_in_a_sentence(options, message):
