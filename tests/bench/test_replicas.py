@@ -77,9 +77,7 @@ def test_bad_input_is_refused_in_a_sentence():
         simulate_replicas(workload(), 0)
     with pytest.raises(ConfigError, match="no requests"):
         simulate_replicas([], 1)
-    with pytest.raises(
-        ConfigError, match="grows to 2000 tokens, but the whole cache holds only"
-    ):
+    with pytest.raises(ConfigError, match="grows to 2000 tokens, but the whole cache holds only"):
         simulate_replicas([WorkloadRequest([1] * 1000, 1000)], 1, **ENGINE)
     with pytest.raises(ConfigError, match="data_parallel_routing is 'best'"):
         simulate_replicas(workload(), 2, routing="best")

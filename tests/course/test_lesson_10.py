@@ -16,5 +16,5 @@ class TestChecks(LessonChecks):
     every = 7
 
     @pytest.mark.long
-    def test_a_sample_of_small_mistakes_is_caught(self):
-        super().test_a_sample_of_small_mistakes_is_caught()
+    def test_a_sample_of_small_mistakes_is_caught(self, pytestconfig):
+        super().test_a_sample_of_small_mistakes_is_caught(pytestconfig)

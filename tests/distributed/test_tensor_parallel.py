@@ -156,7 +156,10 @@ MODELS = {
         Qwen3ForCausalLM,
         Qwen3Config(**LLAMA, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
     ),
-    "opt": (OPTForCausalLM, OPTConfig(**COMMON, ffn_dim=88, num_attention_heads=3, word_embed_proj_dim=48)),
+    "opt": (
+        OPTForCausalLM,
+        OPTConfig(**COMMON | {"hidden_size": 80, "word_embed_proj_dim": 80}, ffn_dim=88, num_attention_heads=5),
+    ),
 }
 SHOWN = ("llama, 3 KV heads", "opt")
 """Models that are divided in any case."""
