@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import linecache
 import re
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import nbformat
+
+from minivllm.course.observations import recording
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
@@ -37,6 +40,8 @@ class Outcome:
     """What the checks of a notebook came to: by name, None for a pass or the error. `broken` has errors elsewhere, by cell."""
 
     checks: dict[str, BaseException | None] = field(default_factory=dict)
+    seen: dict[str, list] = field(default_factory=dict)
+    """What each check has seen, by name: see `minivllm.course.observations`."""
     broken: dict[str, BaseException] = field(default_factory=dict)
     points: int = 0
     most_points: int = 0
@@ -78,13 +83,16 @@ def untouched(source: str) -> str:
     return "\n".join(lines)
 
 
-def run_cells(cells: list[Cell], *, with_model: bool = False, stop_at_failure: bool = False) -> Outcome:
+def run_cells(
+    cells: Sequence[Cell], *, with_model: bool = False, stop_at_failure: bool = False, seed: int | None = None
+) -> Outcome:
     """Run cells one after another in one namespace. A failing check does not keep later cells from running.
 
     Args:
         cells: As `read_cells` gives them, changed or not.
         with_model: Run cells that load a model too.
         stop_at_failure: End with the first check that fails.
+        seed: Of the checks' random numbers; None for those of a notebook.
     """
     outcome = Outcome()
 
@@ -92,7 +100,9 @@ def run_cells(cells: list[Cell], *, with_model: bool = False, stop_at_failure: b
     def check(name: str, points: int):
         outcome.most_points += points
         try:
-            yield
+            with recording(seed) as seen:
+                outcome.seen[name] = seen.observations
+                yield
         except Exception as error:
             outcome.checks[name] = error
         else:

@@ -13,15 +13,19 @@ A part of a line may be given, without its indentation. An entry with several ch
 
 from __future__ import annotations
 
-import importlib
+import functools
+import importlib.util
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from lesson_cells import Cell, Outcome, edited, read_cells, run_cells, untouched, without_earlier_checks
 from mutate_lesson import WANTED, find_survivors
+
+from minivllm.course.grading.observe import find_difference
 
 ANSWERS = Path(__file__).parents[1] / "course" / "answers"
 
@@ -103,6 +107,17 @@ def combine(answers: list[Answer], cells: list[Cell]) -> list[Answer]:
     return combined
 
 
+@functools.cache
+def solve(cells: tuple[Cell, ...], seed: int | None) -> Outcome:
+    """What the checks see of a solution."""
+    return run_cells(cells, seed=seed)
+
+
+def is_recorded(number: str) -> bool:
+    """Whether the lesson's checks record what they see."""
+    return importlib.util.find_spec(f"minivllm.course.lessons.lesson_{number}.observe") is None
+
+
 class LessonChecks:
     """The tests themselves: a lesson's test class inherits them, and says what is different about the lesson."""
 
@@ -145,10 +160,27 @@ class LessonChecks:
         """The solution's cells that an answer needs, and the check that is about it."""
         return read_cells(self.number), answer.about
 
-    def run(self, answer: Answer, **options: bool) -> Outcome:
+    def run(self, answer: Answer, **options: Any) -> Outcome:
         """Run the cells with an answer, from where it differs on."""
         cells, _ = self.cells_for(answer)
         return run_cells(without_earlier_checks(cells, answer.make(cells)), **options)
+
+    def look_from_outside(self, wrong: Answer, outcome: Outcome, check: str) -> None:
+        """What the check saw of a wrong answer is not what it sees of the solution: the grader would notice, whatever the check says."""
+        if is_recorded(self.number):
+            seen = outcome.seen[check]
+            expected = solve(tuple(self.cells_for(wrong)[0]), None).seen[check]
+            is_error = not isinstance(outcome.checks[check], AssertionError)
+            assert is_error or find_difference(json.dumps(expected[: len(seen)]), json.dumps(seen)), (
+                "what is wrong was not recorded"
+            )
+
+    def test_the_grader_sees_each_check_in_other_situations(self):
+        if not is_recorded(self.number):
+            pytest.skip("has observers")
+        cells = tuple(read_cells(self.number))
+        usual, other = solve(cells, None), solve(cells, 7)
+        assert other.failed == [] and [name for name, seen in usual.seen.items() if seen == other.seen[name]] == []
 
     def test_an_untouched_exercise_fails_at_its_checks_and_nowhere_else(self):
         outcome = run_cells([Cell(cell.name, untouched(cell.source), cell.kind) for cell in read_cells(self.number)])
@@ -172,6 +204,7 @@ class LessonChecks:
         assert outcome.failed == [check]
         assert outcome.broken == {}
         error = outcome.checks[check]
+        self.look_from_outside(wrong, outcome, check)
         assert isinstance(error, self.raises)
         assert wrong.words in str(error)
         if isinstance(error, AssertionError):
@@ -179,8 +212,12 @@ class LessonChecks:
 
     @pytest.mark.slow
     def test_another_right_answer_passes(self, right):
-        outcome = self.run(right)
+        outcome = self.run(right, seed=7)
         assert outcome.failed == [] and outcome.broken == {}
+        expected = solve(tuple(self.cells_for(right)[0]), 7).seen
+        assert {
+            name: find_difference(json.dumps(expected[name]), json.dumps(seen)) for name, seen in outcome.seen.items()
+        } == dict.fromkeys(outcome.seen)
 
     @pytest.mark.slow
     def test_a_sample_of_small_mistakes_is_caught(self, pytestconfig):

@@ -167,7 +167,7 @@ def run_solution(lesson: Lesson, surroundings: Surroundings) -> Solved:
             if run.observer_run is not None and run.observer_run.error[0] == NoSuchClass.__name__:
                 continue  # a lesson that a teacher has changed
             if not run.observations:
-                why = _unobserved(run.observer_run or run)
+                why = _unobserved(cell, run.observer_run or run)
                 raise CourseError(f"The check {cell.check.name!r} of {lesson.name} cannot be graded: of its solution, {why}.")
             solved.observations[cell.cell_id] = run.observations
             solved.seconds[cell.cell_id] = run.seconds
@@ -216,12 +216,12 @@ def _grade(
             contradiction = find_difference(expected[cell.cell_id], run.observations or "")
             passed = contradiction is None
             if contradiction and not run.observations and run.observer_run is not None:
-                contradiction = _unobserved(run.observer_run)
+                contradiction = _unobserved(cell, run.observer_run)
         if passed:
             reasons = [cell.note]
         elif contradiction is not None:
             reasons = [
-                f"This check passed in the notebook, but not when your code was tried on other input from outside: {contradiction}.",
+                f"This check passed in the notebook, but not when it was run with other input: {contradiction}.",
                 *said,
             ]
         elif run is None or run.status == "late":
@@ -242,8 +242,8 @@ def surroundings_of(
     from minivllm.course.grading.kernel import find_imports
 
     given = [cell.source for cell in lesson.cells if cell.kind in ("given", "check") and cell.cell_type == "code"]
-    observer = find_observer(lesson.name, seed) if seed is not None else None
-    imported = [f"import {observer.module}"] if observer is not None else []
+    observer = find_observer(lesson, seed) if seed is not None else None
+    imported = [f"import {observer.module}"] if observer is not None and observer.module else []
     return Surroundings(
         preload=(*find_imports(given, "minivllm"), *imported),
         imports=tuple(find_imports(given, "minivllm")),
@@ -253,8 +253,10 @@ def surroundings_of(
     )
 
 
-def _unobserved(run: CellRun) -> str:
+def _unobserved(cell: Cell, run: CellRun) -> str:
     """Why there are no observations."""
+    if run.status == "error" and run.error[0] == "CheckFailed":
+        return _check_text(cell, *run.error).rstrip(".")
     if run.status == "error":
         return f"it raised {_error(*run.error)}".rstrip(".")
     return {

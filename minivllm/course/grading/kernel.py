@@ -13,7 +13,7 @@ import json
 import secrets
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from traitlets import Type
 
 from minivllm.course.grading.observe import observe_class
 from minivllm.course.grading.sandbox import Fence, Pristine
+from minivllm.course.observations import recording
 
 _MOST_ERROR = 5000
 
@@ -89,7 +90,7 @@ class GradingKernel(IPythonKernel):
         if order.get("kind") == "check":
             reply = self._run_check(code, order)
         elif order.get("kind") == "observe":
-            reply = self._run_observer(order)
+            reply = self._run_observer(code, order)
         else:
             try:
                 reply = await super().do_execute(code, silent, store_history, {}, allow_stdin, **more)
@@ -101,37 +102,52 @@ class GradingKernel(IPythonKernel):
         return reply
 
     def _run_check(self, source: str, order: dict[str, Any]) -> dict[str, Any]:
-        self.pristine.restore()
         name, passed = f"_{secrets.token_hex(8)}", []
         namespace = self.shell.user_ns
-        namespace["__builtins__"] = builtins
-        reply = {"status": "ok", "execution_count": order["number"], "user_expressions": {}, "payload": []}
-        try:
-            for statement in self.imports:
-                exec(statement, namespace)
-            namespace[name] = lambda: passed.append(name)
-            file = self.shell.compile.cache(source, order["number"])
-            exec(compile(with_receipt(source, name), file, "exec"), namespace)
-            if passed:
-                reply["receipt"] = order["receipt"]
-        except BaseException as error:
-            reply |= {"status": "error", "ename": type(error).__name__, "evalue": "", "traceback": []}
-            with suppress(Exception):
-                reply["evalue"] = str(error)
-                self.shell.showtraceback()
-        finally:
-            namespace.pop(name, None)
-        return reply
 
-    def _run_observer(self, order: dict[str, Any]) -> dict[str, Any]:
+        def run() -> dict[str, Any]:
+            namespace[name] = lambda: passed.append(name)
+            try:
+                self._exec(source, order["number"], name)
+            finally:
+                namespace.pop(name, None)
+            return {"receipt": order["receipt"]} if passed else {}
+
+        return self._answer(order, run, shown=True)
+
+    def _run_observer(self, source: str, order: dict[str, Any]) -> dict[str, Any]:
+        """Run a check once more, with other input, and return what it saw."""
+
+        def run() -> dict[str, Any]:
+            if order["module"]:
+                return {"observations": observe_class(order["module"], order["check"], self.shell.user_ns, order["seed"])}
+            with recording(order["seed"]) as seen:
+                self._exec(source, order["number"])
+            return {"observations": seen.to_json()}
+
+        return self._answer(order, run)
+
+    def _exec(self, source: str, number: int, receipt: str = "") -> None:
+        """Run a check's cell, which calls the function `receipt` if the check passes."""
+        namespace = self.shell.user_ns
+        namespace["__builtins__"] = builtins
+        for statement in self.imports:
+            exec(statement, namespace)
+        file = self.shell.compile.cache(source, number)
+        exec(compile(with_receipt(source, receipt) if receipt else source, file, "exec"), namespace)
+
+    def _answer(self, order: dict[str, Any], run: Callable[[], dict[str, Any]], *, shown: bool = False) -> dict[str, Any]:
+        """The reply to an order, with what `run` returns or the error that it raised."""
         self.pristine.restore()
         reply = {"status": "ok", "execution_count": order["number"], "user_expressions": {}, "payload": []}
         try:
-            reply["observations"] = observe_class(order["module"], order["check"], self.shell.user_ns, order["seed"])
+            return reply | run()
         except BaseException as error:
             reply |= {"status": "error", "ename": type(error).__name__, "evalue": "", "traceback": []}
             with suppress(Exception):
                 reply["evalue"] = str(error)
+                if shown:
+                    self.shell.showtraceback()
         return reply
 
 

@@ -188,12 +188,12 @@ class Kernel:
                 heard = True
 
     def observe(self, cell: Cell, number: int, deadline: float, run: CellRun) -> None:
-        """Observe the class of a check, if the lesson has an observer for it, and add the observations to the check's run."""
+        """Run a check that passed once more, with other input, and add what it saw to its run."""
         observer = self.surroundings.observer
         if observer is None or not observer.covers(cell.cell_id):
             return
         order = {"kind": "observe", "module": observer.module, "check": cell.cell_id, "seed": observer.seed}
-        observed = self.run(replace(cell, source=""), number, deadline, order)
+        observed = self.run(replace(cell, source=observer.sources.get(cell.cell_id, cell.source)), number, deadline, order)
         run.observations, run.observer_run = observed.observations or "", observed
         run.starved = run.starved or observed.starved
         if observed.status in _ENDS_KERNEL or observed.status == "late":

@@ -1,8 +1,8 @@
-"""A second opinion on each check that passed: the learner's class is observed at work, and judged in the grader's process.
+"""A second opinion on each check that passed: it is run once more with other input, and what it sees is judged in the grader's process.
 
-A learner's process belongs to the learner: whatever a check says in there can be forged. So a lesson's `observe` module calls the
-learner's class with random input, and only reports its observations. The grader does the same with the lesson's own solution, in another
-kernel, and compares. Only a class that works yields equal observations.
+A learner's process belongs to the learner: whatever a check says in there can be forged. So after a check has passed, it runs again with a
+seed that nobody knows, and reports what it saw (see `course.observations`). The grader does the same with the lesson's own solution, in
+another kernel, and compares. Only code that works yields equal observations.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import json
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any
+
+from minivllm.course.grading.submissions import Lesson
+from minivllm.course.observations import NEAR, TOLERANCE
 
 _MOST_SHOWN = 150
 
@@ -25,27 +28,30 @@ class Observer:
     """What is asked in this run of the grader.
 
     Attributes:
-        module: The lesson's module with `OBSERVERS`.
         seed: Of the random input; it must be unpredictable.
+        sources: For a check that takes no random input, such as one that runs the real model: the source of the one that is run instead.
     """
 
-    module: str
     seed: int
+    sources: Mapping[str, str] = field(default_factory=dict)
+    module: str = ""
 
     def covers(self, check_id: str) -> bool:
-        """Whether the lesson has an observer for this check."""
-        return check_id in importlib.import_module(self.module).OBSERVERS
+        """Whether a check is run once more."""
+        return not self.module or check_id in importlib.import_module(self.module).OBSERVERS
 
 
-def find_observer(lesson_name: str, seed: int) -> Observer | None:
-    """The observer of a lesson such as "04_paged_kv_cache", if it has one."""
-    number = re.match(r"\d\d(?=_)", lesson_name)
-    if number is None:
-        return None
-    package = f"minivllm.course.lessons.lesson_{number[0]}"
-    if importlib.util.find_spec(package) is None or importlib.util.find_spec(f"{package}.observe") is None:
-        return None
-    return Observer(f"{package}.observe", seed)
+def find_observer(lesson: Lesson, seed: int) -> Observer:
+    """The observer of a lesson, whose package says which checks stand in for others: `STAND_INS`, from id to id."""
+    number = re.match(r"\d\d(?=_)", lesson.name)
+    package = f"minivllm.course.lessons.lesson_{number[0]}" if number else ""
+    if not package or importlib.util.find_spec(package) is None:
+        return Observer(seed)
+    if importlib.util.find_spec(f"{package}.observe") is not None:
+        return Observer(seed, module=f"{package}.observe")
+    stand_ins = getattr(importlib.import_module(package), "STAND_INS", {})
+    sources = {cell.cell_id: cell.source for cell in lesson.cells}
+    return Observer(seed, {check: sources[other] for check, other in stand_ins.items() if other in sources})
 
 
 class NoSuchClass(LookupError):  # noqa: N818 - shown to the learner
@@ -67,21 +73,23 @@ def find_difference(expected: str, observations: str) -> str | None:
     wanted = json.loads(expected)
     try:
         got = json.loads(observations)
-        if got == wanted:  # 3.0 and True are as good as 3 and 1
+        if not _differ(wanted, got):
             return None
-        number = next(i for i, observation in enumerate(wanted) if i >= len(got) or got[i] != observation)
-        wanted_part, got_part = _narrow(wanted[number], got[number])
+        number = next(i for i, observation in enumerate(wanted) if i >= len(got) or _differ(observation, got[i]))
+        wanted_part, got_part = wanted[number], got[number]
     except (ValueError, TypeError, KeyError, StopIteration, IndexError, RecursionError):
         return "nothing could be observed of it"
     return f"at observation {number + 1} of {len(wanted)} it gave {_short(got_part)} instead of {_short(wanted_part)}"
 
 
-def _narrow(wanted: Any, got: Any) -> tuple[Any, Any]:
-    """The first part in which two observations differ."""
-    if isinstance(wanted, dict) and isinstance(got, dict):
-        key = next(key for key in wanted if got.get(key) != wanted[key])
-        return {key: wanted[key]}, {key: got.get(key)}
-    return wanted, got
+def _differ(wanted: Any, got: Any) -> bool:
+    """Whether two observations differ; 3.0 and True are as good as 3 and 1, and numbers may be rounded where the check says so."""
+    if isinstance(wanted, dict) and wanted.keys() == {NEAR} and isinstance(got, dict) and got.keys() == {NEAR}:
+        pairs = zip(wanted[NEAR], got[NEAR], strict=True)
+        return any(a != b if isinstance(a, str) else abs(a - b) > TOLERANCE for a, b in pairs)
+    if isinstance(wanted, list) and isinstance(got, list):
+        return len(wanted) != len(got) or any(map(_differ, wanted, got))
+    return bool(wanted != got)
 
 
 def _short(observation: Any) -> str:

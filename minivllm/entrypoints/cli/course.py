@@ -1,5 +1,5 @@
-"""`minivllm course`: the lessons and the learner's points. `course html` makes web pages, `course export` an nbgrader course.
-`minivllm grade SUBMISSIONS… --output FOLDER` grades learners' notebooks."""
+"""`minivllm course`: the lessons and the learner's points. `course html` makes web pages, `course export` an nbgrader course, `course new` a
+lesson's files. `minivllm grade SUBMISSIONS… --output FOLDER` grades learners' notebooks."""
 
 from __future__ import annotations
 
@@ -47,6 +47,10 @@ def add_course_command(commands) -> None:  # noqa: ANN001
     export.add_argument("folder", type=Path, metavar="FOLDER", help="a new or an empty folder")
     add_option(export, "--solutions FOLDER", Path, "the solved notebooks (default: the project's solutions)")
 
+    new = add_command(below, "new", run_course_new, "make the files of a lesson", "minivllm course new 11_async_engine")
+    new.add_argument("name", metavar="NAME", help="two digits and words, such as 11_async_engine")
+    add_option(new, "--project FOLDER", Path, "where the notebooks and the package are (default: this project)")
+
 
 def run_course(arguments: argparse.Namespace) -> int:
     """Print the lessons and the learner's points."""
@@ -74,6 +78,17 @@ def run_course_export(arguments: argparse.Namespace) -> int:
         print(source)
     print(f"\nNext, in an activated environment with nbgrader:\n  cd {arguments.folder}")
     print(f"  nbgrader generate_assignment {sources[0].stem} --create")
+    return 0
+
+
+def run_course_new(arguments: argparse.Namespace) -> int:
+    """Write the files of a lesson, and print their paths and the next commands."""
+    from minivllm.course.new_lesson import make_lesson
+
+    written = make_lesson(arguments.name, arguments.project or _folder("notebooks").parent)
+    for path in written:
+        print(path)
+    print(f"\nNext (see docs/writing_a_lesson.md):\n  make exercises\n  python -m pytest -n 0 {written[-2]}")
     return 0
 
 

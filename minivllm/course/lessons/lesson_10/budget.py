@@ -9,7 +9,7 @@ from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.budget import BudgetScheduler
 from minivllm.course.lessons.lesson_07.engine import describe_steps
-from minivllm.course.lessons.lesson_07.situations import expect
+from minivllm.course.observations import expect, seeded
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.sampling_params import SamplingParams
@@ -97,7 +97,7 @@ def _is_telling(scheduler: Any, kind: int) -> bool:
 
 def make_twins(cls: Any, seed: str) -> tuple[Any, Any]:
     """A learner's scheduler and the reference in the same situation: the package's decisions have brought both there."""
-    rng = random.Random(seed)
+    rng = seeded(seed)
     shape, kind = rng.random(), rng.randrange(7)
     engines = []
     for base in (_Reference, cls):
@@ -193,7 +193,7 @@ def check_continuing(cls: Any) -> None:
             scheduler.schedule_decodes(output)
         compare(f"After schedule_decodes(output). Before: {said}", theirs, mine, outputs)
         limit = theirs.config.max_num_batched_tokens
-        taken = max(outputs[0].num_batched_tokens, random.Random(number).choice((0, 0, limit - 2, limit)))
+        taken = max(outputs[0].num_batched_tokens, seeded(f"taken {number}").choice((0, 0, limit - 2, limit)))
         for scheduler, output in zip((theirs, mine), outputs, strict=True):
             output.num_batched_tokens = taken
             scheduler.schedule_chunks(output)
@@ -213,7 +213,7 @@ def check_admit(cls: Any) -> None:
         outputs = SchedulerOutput(), SchedulerOutput()
         limit = theirs.config.max_num_batched_tokens
         for output in outputs:  # as if others had taken a part of the budget
-            output.num_batched_tokens = random.Random(number).choice((0, 0, limit // 2, limit - 1, limit))
+            output.num_batched_tokens = seeded(f"taken {number}").choice((0, 0, limit // 2, limit - 1, limit))
         said = f"admit(output), {outputs[0].num_batched_tokens} tokens are given away already. Before: {said}"
         for scheduler, output in zip((theirs, mine), outputs, strict=True):
             scheduler.admit(output)
@@ -268,7 +268,7 @@ def _step(engine: LLMEngine) -> None:
 
 def run_chats(scheduler_cls: Any, manager_cls: Any, seed: str) -> EngineTrace:
     """A random workload of chats in a simulated engine."""
-    rng = random.Random(seed)
+    rng = seeded(seed)
     engine = make_engine(scheduler_cls, manager_cls, rng)
     trace = engine.start_trace()
     chats = Chats(rng)
@@ -311,34 +311,3 @@ def check_decisions(scheduler_cls: Any, manager_cls: Any) -> None:
                     "the checks above, and what happens between two steps: freeing, evicting, matching",
                 )
         expect(f"{said} All steps that both took are the same.", "steps", len(expected), len(got), "when a request ends")
-
-
-def observe_continuing(cls: Any, rng: random.Random) -> list[Any]:
-    """What decodes and chunks leave, in random situations."""
-    observations: list[Any] = []
-    for _ in range(40):
-        _, mine = make_twins(cls, str(rng.random()))
-        output = SchedulerOutput()
-        mine.schedule_decodes(output)
-        mine.schedule_chunks(output)
-        observations.append(list(picture_of(mine, output).values()))
-    return observations
-
-
-def observe_admit(cls: Any, rng: random.Random) -> list[Any]:
-    """What whole steps leave, in random situations."""
-    observations: list[Any] = []
-    for _ in range(40):
-        _, mine = make_twins(cls, str(rng.random()))
-        observations.append(list(picture_of(mine, cls.schedule(mine)).values()))
-    return observations
-
-
-def observe_scheduler(cls: Any, rng: random.Random) -> list[Any]:
-    """A whole workload, with the package's manager."""
-    return [observations_of(run_chats(cls, BlockSpaceManager, str(rng.random()))) for _ in range(2)]
-
-
-def observe_manager(cls: Any, rng: random.Random) -> list[Any]:
-    """A whole workload, with the package's scheduler."""
-    return [observations_of(run_chats(Scheduler, cls, str(rng.random()))) for _ in range(2)]

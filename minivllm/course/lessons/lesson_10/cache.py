@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from minivllm.core.block_allocator import BlockAllocator
-from minivllm.course.lessons.lesson_08.situations import expect
+from minivllm.course.observations import expect, rounds, see, seeded
 
 # -- hashes ----------------------------------------------------------------------------------------------------------
 
@@ -44,10 +44,10 @@ def make_texts(rng: random.Random, block_size: int) -> list[Text]:
 def check_hash_blocks(hash_blocks: Any) -> None:
     """Equal if and only if the salt and all tokens up to the end of the block are equal; full blocks only; of constant size, and not of a few bits."""
     longest = 0
-    for seed in range(60):
-        rng = random.Random(f"hash {seed}")
+    for rng in rounds("hash", 60):
         size = rng.choice((1, 2, 3, 4, 16))
         seen: dict[tuple[Any, ...], Any] = {}
+        numbers: dict[Any, int] = {}
         for tokens, salt in make_texts(rng, size):
             said = f"hash_blocks({tokens}, block_size={size}, salt={salt!r})"
             given = list(tokens)
@@ -65,6 +65,7 @@ def check_hash_blocks(hash_blocks: Any) -> None:
                 longest = max(longest, _num_bits(block_hash))
                 key = (salt, tuple(tokens[: (i + 1) * size]))
                 first = seen.setdefault(key, block_hash)
+                see(numbers.setdefault(block_hash, len(numbers)))
                 look = "where chance, or anything but salt and tokens, comes in"
                 assert first == block_hash, (
                     f"{said}\nExpected hash {i}: the same as of the same tokens before\nGot: another one\nLook at {look}."
@@ -98,18 +99,6 @@ def _num_bits(block_hash: Any) -> int:
 def _show(key: tuple[Any, ...]) -> str:
     salt, tokens = key
     return f"{list(tokens)}" + (f" with the salt {salt!r}" if salt is not None else "")
-
-
-def observe_hashes(hash_blocks: Any, rng: random.Random) -> list[Any]:
-    """Which blocks of some texts have the same hash: the number of the first block with it."""
-    observations: list[Any] = []
-    for _ in range(20):
-        size, numbers = rng.choice((1, 2, 3, 4, 16)), dict[Any, int]()
-        for tokens, salt in make_texts(rng, size):
-            observations.append(
-                [numbers.setdefault(block_hash, len(numbers)) for block_hash in hash_blocks(list(tokens), size, salt)]
-            )
-    return observations
 
 
 # -- the pool --------------------------------------------------------------------------------------------------------
@@ -178,31 +167,21 @@ _LOOK = {
 
 def check_pool(cls: Any) -> None:
     """Random calls, the same as of the package's pool."""
-    for seed in range(150):
-        num_blocks = random.Random(f"size {seed}").randint(1, 6)
-        theirs = run_pool(BlockAllocator(num_blocks), random.Random(f"pool {seed}"), num_blocks)
+    for number in range(150):
+        num_blocks = seeded(f"size {number}").randint(1, 6)
+        theirs = run_pool(BlockAllocator(num_blocks), seeded(f"pool {number}"), num_blocks)
         pool = cls(num_blocks)
         mine: list[Any] = []
         try:
-            mine = run_pool(pool, random.Random(f"pool {seed}"), num_blocks)
+            mine = run_pool(pool, seeded(f"pool {number}"), num_blocks)
         except (IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
             calls = ", ".join(call for call, _, _ in theirs[:12])
             raise AssertionError(
                 f"A pool of {num_blocks} blocks. Calls like {calls} …\nExpected: no error, but for an IndexError of allocate() when no block is free\nGot: {error!r}\nLook at blocks that are free, or hold nothing, when a method is called."
             ) from error
-        for number, ((call, expected, state), (_, got, my_state)) in enumerate(zip(theirs, mine, strict=True)):
-            before = ", ".join(call for call, _, _ in theirs[:number]) or "nothing"
+        for place, ((call, expected, state), (_, got, my_state)) in enumerate(zip(theirs, mine, strict=True)):
+            before = ", ".join(call for call, _, _ in theirs[:place]) or "nothing"
             said = f"A pool of {num_blocks} blocks. Before: {before}. Now: {call}."
             expect(said, "return value", expected, got, "what is returned, or raised")
             for name, value in state.items():
                 expect(said, name, value, my_state[name], _LOOK[name])
-
-
-def observe_pool(cls: Any, rng: random.Random) -> list[Any]:
-    """What random calls return and leave."""
-    observations: list[Any] = []
-    for _ in range(20):
-        num_blocks = rng.randint(1, 6)
-        history = run_pool(cls(num_blocks), random.Random(rng.random()), num_blocks)
-        observations.append([[call, returned, list(state.values())] for call, returned, state in history])
-    return observations

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.scheduler import Scheduler
-from minivllm.course.lessons.lesson_08.situations import expect
+from minivllm.course.observations import expect
 from minivllm.engine.trace import EngineTrace
 from minivllm.sampling_params import SamplingParams
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.course.lessons.lesson_08.situations import expect
+from minivllm.course.observations import expect, seeded
 from minivllm.request import EngineCoreRequest, Request, Sequence
 from minivllm.sampling_params import SamplingParams
 
@@ -61,7 +60,7 @@ class Scene:
 
 def make_tight_scene(cls: Any, seed: str) -> Scene:
     """A scene whose sequence is so long that it just fits, or just does not."""
-    scene, rng = make_scene(cls, seed), random.Random(f"tight {seed}")
+    scene, rng = make_scene(cls, seed), seeded(f"tight {seed}")
     wanted = scene.num_blocks_left() - rng.choice((-1, -1, 0, 1))
     scene.seq.token_ids += [rng.randrange(50, 99) for _ in range(wanted * scene.manager.block_size)]
     return scene
@@ -77,7 +76,7 @@ def make_sequence(token_ids: list[int], number: int, num_outputs: int = 0) -> Se
 
 def make_scene(cls: Any, seed: str) -> Scene:
     """A cache with parts of a text: some blocks in use, some free, perhaps with a gap; and few blocks that are free."""
-    rng = random.Random(seed)
+    rng = seeded(seed)
     size, num_blocks = rng.choice((1, 2, 4, 4)), rng.randint(8, 24)
     enabled = rng.random() > 0.1
     manager = cls(size, num_blocks, 0, rng.choice((0.0, 0.1, 0.2)), enabled)
@@ -217,7 +216,7 @@ def check_cache_full_blocks(cls: Any) -> None:
 
 def run_offers(cls: Any, seed: str) -> tuple[str, list[tuple[str, Any, Any]]]:
     """A prompt is computed in chunks and continues; alongside, another one with the same prefix. What was expected and what was offered."""
-    rng = random.Random(seed)
+    rng = seeded(seed)
     size, enabled = rng.choice((1, 2, 4)), rng.random() > 0.15
     manager = cls(size, 60, 0, 0.0, enabled)
     shared = [rng.randrange(50) for _ in range(rng.randint(0, 3 * size))]
@@ -262,41 +261,3 @@ def run_offers(cls: Any, seed: str) -> tuple[str, list[tuple[str, Any, Any]]]:
         if any(expected != got for _, expected, got in differences):
             break
     return f"Blocks of {size} tokens, enable_prefix_caching={enabled}. " + "; ".join(did[-6:]) + ".", differences
-
-
-# -- what the grader observes -----------------------------------------------------------------------------------------
-
-
-def observe_match(cls: Any, rng: random.Random) -> list[Any]:
-    """What is found in random caches."""
-    return [
-        list(scene.manager.find_cached_blocks(scene.seq)) for scene in (make_scene(cls, str(rng.random())) for _ in range(60))
-    ]
-
-
-def observe_room(cls: Any, rng: random.Random) -> list[Any]:
-    """Whether there is room, in random caches."""
-    observations = []
-    for _ in range(400):
-        scene = rng.choice((make_scene, make_tight_scene))(cls, str(rng.random()))
-        observations.append(bool(scene.manager.can_allocate(scene.seq, scene.matched(), keep_watermark=rng.random() < 0.6)))
-    return observations
-
-
-def observe_take(cls: Any, rng: random.Random) -> list[Any]:
-    """The state after a table was made."""
-    observations: list[Any] = []
-    for _ in range(60):
-        scene = make_scene(cls, str(rng.random()))
-        if scene.num_blocks_left() >= 0:
-            scene.manager.allocate(scene.seq, scene.matched())
-            seen = observations_of(scene.manager)
-            observations.append(
-                [seen["block tables"][1], seen["reference counts"], seen["free blocks, in order"], seen["num_cached_blocks"][1]]
-            )
-    return observations
-
-
-def observe_offers(cls: Any, rng: random.Random) -> list[Any]:
-    """Which blocks are offered, call by call."""
-    return [[got for _, _, got in run_offers(cls, str(rng.random()))[1][::3]] for _ in range(20)]
