@@ -13,7 +13,10 @@ from minivllm.course.exercise_cells import GIVEN, SCHEMA_VERSION
 from minivllm.course.last_cell import renew_last_cell
 from minivllm.errors import CourseError
 
-_KERNEL = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}, "language_info": {"name": "python"}}
+_KERNEL = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
 _WALKTHROUGH = [
     ("title", "markdown", "# {number} · {title}\n\n**The question that this lesson answers.**\n\nWhat there is to see, in two or three sentences. Terms link to the [glossary](glossary.md) where they first appear: the cache of a text is made of [blocks](glossary.md#block)."),
     ("ask", "markdown", "## How many blocks\n\nA block holds 16 tokens.\n\n> **Predict.** How many blocks does a text of 33 tokens need?"),
