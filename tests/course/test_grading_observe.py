@@ -27,7 +27,6 @@ ROOT = Path(minivllm.__file__).parents[1]
 LESSONS = {
     "01": "01_tokens_and_sampling.ipynb",
     "02": "02_the_model.ipynb",
-    "03": "03_the_kv_cache.ipynb",
     "04": "04_paged_kv_cache.ipynb",
     "05": "05_triton.ipynb",
     "06": "06_paged_attention.ipynb",
@@ -122,16 +121,6 @@ ALSO_RIGHT = {
         ("return self.lm_head(hidden)", "return hidden @ self.lm_head.weight.mT"),
         ("        view.copy_(tensor)", "        view[:] = tensor"),
     ],
-    "03": [
-        ("return max(0, left // (max_len * self.bytes_per_token()))", "return left // (max_len * self.bytes_per_token()) if left > 0 else 0"),
-        ("cache[row, start : start + count] = new[i, :count]", "cache[row].index_copy_(0, torch.arange(start, start + count), new[i, :count])"),
-        ("return torch.arange(num_slots) <= positions[:, :, None]", "return (torch.arange(num_slots) <= positions[:, :, None]).clone()"),
-        (
-            "        output = F.scaled_dot_product_attention(\n            query.transpose(1, 2), keys, values, attn_mask=mask, scale=self.scale, enable_gqa=True\n        )",
-            "        keys, values = (part.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for part in (keys, values))\n        scores = query.transpose(1, 2) @ keys.transpose(2, 3) * self.scale\n        output = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ values",
-        ),
-        ("row = self.free_rows.pop()", "row = self.free_rows.pop(0)"),
-    ],
     "04": [
         ("self.ref_counts = [0] * num_blocks", "self.ref_counts = {block: 0 for block in range(num_blocks)}"),
         ("self.free_blocks = deque(range(num_blocks))", "self.free_blocks = deque(range(num_blocks), maxlen=None)"),
@@ -221,17 +210,6 @@ WRONG = {
         ('sorted(folder.glob("*.safetensors"))', 'sorted(folder.glob("*.safetensors"))[:1]', "check-read"),
         ("        if view.shape != tensor.shape:", "        if view.numel() != tensor.numel():", "check-load"),
         ("partial(backend, kv_cache=kv_cache, metadata=metadata)", "partial(backend, kv_cache=kv_caches[0], metadata=metadata)", "check-logits"),
-    ],
-    "03": [
-        ('self.config.get("num_key_value_heads", num_heads)', "num_heads", "check-size"),
-        ("cache[row, start : start + count] = new[i, :count]", "cache[i, start : start + count] = new[i, :count]", "check-write"),
-        ("return torch.arange(num_slots) <= positions[:, :, None]", "return torch.arange(num_slots) < positions[:, :, None] + 2", "check-mask"),
-        ("scale=self.scale, ", "", "check-attend"),
-        ("            self.lengths[row] += count", "            self.lengths[row] = count", "check-rows"),
-        ("torch.arange(start, start + len(tokens))", "torch.arange(len(tokens))", "check-layout"),
-        ("last = [i * step.width + count - 1 for i, count in enumerate(counts)]", "last = [i * step.width + step.width - 1 for i, count in enumerate(counts)]", "check-runner"),
-        ("        tokens = output[-1:]\n    runner.cache.release(row)\n", "        tokens = output[-1:]\n", "check-generate"),
-        ("        while waiting and runner.cache.num_free:", "        if waiting and runner.cache.num_free:", "check-serve"),
     ],
     "04": [
         ("reversed(blocks)", "list(blocks)", "check-pool"),

@@ -31,12 +31,8 @@ _STARTS = "starts = [self.cache.lengths[row] for row in rows]"
 
 class TestChecks(LessonChecks):
     number = "03"
+    points = 18
     every = 7
-
-
-def without(cells, *names):
-    """The cells except some that take seconds."""
-    return [cell for cell in cells if cell.name not in names]
 
 
 ISOLATED = {
@@ -62,25 +58,27 @@ def test_a_mistake_fails_on_its_own_stage_only(old, new, failed):
     ],
 )
 def test_the_real_model_would_notice_too(old, new, words):
-    outcome = run_cells(edited(without(CELLS, "look", "check-engine"), old, new), with_model=True)
+    cells = [cell for cell in CELLS if cell.name not in ("look", "check-engine")]
+    outcome = run_cells(edited(cells, old, new), with_model=True)
     assert TEXT in outcome.failed
     assert words in str(outcome.checks[TEXT])
+
+
+def test_the_grader_looks_at_a_layer_of_the_engine():
+    source = 'with check("a layer", points=1):\n    lesson_03.check_engine(Attending)'
+    cells = [*(cell for cell in CELLS if cell.kind == "answer" or cell.name == "setup"), Cell("layer", source, "check")]
+    one, other = (run_cells(cells, seed=seed) for seed in (1, 2))
+    assert one.failed == other.failed == [] and one.seen != other.seen
+    for old, new in ((_VISIBLE, _VISIBLE.replace("<=", "<")), ("new[i, :count]", "new[0, :count]")):
+        wrong = run_cells(edited(cells, old, new), seed=1)
+        assert wrong.failed == ["a layer"] and wrong.seen != one.seen
 
 
 def classes_of_the_walkthrough():
     """The source of all classes and functions that the walkthrough writes, in order."""
     cells = nbformat.read(ROOT / "notebooks" / "03_the_kv_cache.ipynb", as_version=4).cells
-    sources = [
-        cell.source.replace("%", "#", 1) if cell.source.startswith("%") else cell.source
-        for cell in cells
-        if cell.cell_type == "code"
-    ]
-    return [
-        ast.unparse(node)
-        for source in sources
-        for node in ast.parse(source).body
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
-    ]
+    code = "\n".join(cell.source.replace("%matplotlib", "#") for cell in cells if cell.cell_type == "code")
+    return [ast.unparse(node) for node in ast.parse(code).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
 
 
 @pytest.mark.slow
@@ -97,13 +95,7 @@ def test_pasting_the_walkthrough_earns_nothing():
 
 
 def test_an_engines_ragged_batch_is_padded_and_unpadded():
-    metadata = AttentionMetadata(
-        is_decode=False,
-        slot_mapping=torch.empty(0),
-        block_tables=torch.tensor([[2], [0]]),
-        context_lens=torch.tensor([5, 3]),
-        query_start_loc=torch.tensor([0, 1, 4]),
-    )
+    metadata = AttentionMetadata(False, torch.empty(0), torch.tensor([[2], [0]]), torch.tensor([5, 3]), torch.tensor([0, 1, 4]))
     step, places = to_padded(metadata)
     assert step == PaddedStep([2, 0], [4, 0], [1, 3])
     assert places.tolist() == [0, 3, 4, 5]

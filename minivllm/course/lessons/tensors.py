@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.course.observations import expect, see_numbers
+from minivllm.course.observations import Hint, expect, see_numbers
 
 Suspect = tuple[Tensor, str]
 """What a common mistake gives, and where to look then."""
@@ -16,7 +16,7 @@ _MOST_SEEN = 512
 
 
 def expect_close(
-    said: str, what: str, expected: Tensor, got: Any, look: str, suspects: Iterable[Suspect] = (), tolerance: float = 1e-4
+    said: str, what: str, expected: Tensor, got: Any, look: Hint, suspects: Iterable[Suspect] = (), tolerance: float = 1e-4
 ) -> None:
     """Unless the two tensors are equal up to rounding, raise an AssertionError as `expect` does.
 
@@ -25,22 +25,25 @@ def expect_close(
     Args:
         said, what, look: As of `expect`.
         expected, got: Of the same shape and dtype.
-        suspects: Common mistakes.
+        suspects: Common mistakes; a generator makes them only if the tensor is wrong.
         tolerance: Relative to the largest number, or to 1 if that is larger.
     """
     kind = "Tensor" if isinstance(got, Tensor) else type(got).__name__
     expect(said, f"type of {what}", "Tensor", kind, f"what is returned as {what}")
-    hint = next((hint for wrong, hint in suspects if is_suspect(wrong, expected, got, tolerance)), None)
+    is_alike = got.shape == expected.shape and got.dtype == expected.dtype
+    is_right = is_alike and is_close(expected, got, tolerance)
+    hint = None if is_right else next((hint for wrong, hint in suspects if is_suspect(wrong, expected, got, tolerance)), None)
     expect(said, f"shape of {what}", list(expected.shape), list(got.shape), hint or f"the shapes on the way to {what}")
     expect(said, f"dtype of {what}", str(expected.dtype), str(got.dtype), f"the dtypes on the way to {what}")
     see_tensor(expected, got)
-    if is_close(expected, got, tolerance):
+    if is_right:
         return
     difference = (expected.detach().double() - got.detach().double()).abs().nan_to_num(nan=torch.inf)
     place = [int(i) for i in torch.unravel_index(difference.argmax(), difference.shape)]
     where = f"{what}{place}"
     wanted, came = float(expected.detach()[tuple(place)]), float(got.detach()[tuple(place)])
-    raise AssertionError(f"{said}\nExpected {where}: {wanted:.5g}\nGot {where}: {came:.5g}\nLook at {hint or look}.")
+    hint = hint or (look if isinstance(look, str) else look())
+    raise AssertionError(f"{said}\nExpected {where}: {wanted:.5g}\nGot {where}: {came:.5g}\nLook at {hint}.")
 
 
 def see_tensor(expected: Tensor, got: Tensor) -> None:

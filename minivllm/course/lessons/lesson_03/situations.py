@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from minivllm.course.lessons.padded_steps import PaddedStep
+from minivllm.course.observations import require
 from minivllm.kernels.reference import causal_attention
 
 KVCache = tuple[Tensor, Tensor]
-
-
-def expect(said: str, what: str, expected: Any, got: Any, look: str) -> None:
-    """Unless the two are equal, raise an AssertionError that says what was expected, what was returned, and where to look."""
-    if expected != got:
-        raise AssertionError(f"{said}\nExpected {what}: {expected}\nGot {what}: {got}\nLook at {look}.")
+NUM_ROWS, MAX_LEN = 5, 12
+"""Of the caches that steps are made for."""
 
 
 def count(number: int, noun: str) -> str:
@@ -38,19 +35,19 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs) or "none"
 
 
+def require_tensor(call: str, got: Any) -> None:
+    """Raise an AssertionError unless a call has returned a tensor."""
+    require(True, isinstance(got, Tensor), f"{call} must return a tensor, but returned {got!r}.")
+
+
 def isolate(cls: Any, **methods: Any) -> Any:
     """A learner's class with correct methods of earlier stages, so that their mistakes fail only their own checks."""
     return type(cls.__name__, (cls,), methods)
 
 
-def make_attention(cls: Any, num_heads: int = 2, num_kv_heads: int = 2, head_dim: int = 4, scale: float = 0.5) -> Any:
-    """An attention of a learner's class, for one layer."""
-    return cls(num_heads, num_kv_heads, head_dim, scale)
-
-
-def make_step(rng: random.Random, num_rows: int, max_len: int, *, decode: bool = False) -> PaddedStep:
+def make_step(rng: random.Random, max_len: int = MAX_LEN, *, decode: bool = False) -> PaddedStep:
     """A step over some of the rows, in any order: prompts, pieces of text and single tokens; with `decode`, single tokens only."""
-    rows = rng.sample(range(num_rows), rng.randint(2, num_rows - 1))
+    rows = rng.sample(range(NUM_ROWS), rng.randint(2, NUM_ROWS - 1))
     starts, counts = [], []
     for _ in rows:
         new = 1 if decode else rng.choice((1, rng.randint(2, max_len // 2)))
@@ -59,37 +56,36 @@ def make_step(rng: random.Random, num_rows: int, max_len: int, *, decode: bool =
     return PaddedStep(rows, starts, counts)
 
 
-def make_cache(generator: torch.Generator, num_rows: int, max_len: int, num_kv_heads: int, head_dim: int) -> KVCache:
-    """One layer's cache, full of what earlier texts left there."""
-    shape = (num_rows, max_len, num_kv_heads, head_dim)
+def make_pair(rng: random.Random, *shape: int) -> KVCache:
+    """Keys and values of this shape: of new tokens, or a layer's cache full of what earlier texts left there."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def written(cache: Tensor, new: Tensor, step: PaddedStep) -> Tensor:
+    """A copy of the keys' or the values' cache, with new ones in it; `new` has padding."""
+    cache = cache.clone()
+    for i, (row, start, number) in enumerate(zip(step.rows, step.starts, step.counts, strict=True)):
+        cache[row, start : start + number] = new[i, :number]
+    return cache
 
 
 def attend_alone(
     query: Tensor, kv_cache: KVCache, step: PaddedStep, scale: float, *, rows: Sequence[int] | None = None, causal: bool = True
 ) -> Tensor:
-    """Attention of each text as if it were alone: no batch, no padding.
+    """Attention of each text as if it were alone: no batch, and zeros where there is padding.
 
     Args:
-        query: `[batch, width, num_heads, head_dim]`.
-        kv_cache: Keys and values, the new ones included.
-        step: The batch.
+        query, kv_cache, step: As of `attend`; the new keys and values are in the cache.
         scale: The factor for the scores.
-        rows: The texts' rows instead of `step.rows`, to produce a wrong answer.
-        causal: False lets each token see all of its text and the rest of the row up to the longest: for a wrong answer.
-
-    Returns:
-        `[batch, width, num_heads, head_dim]`, zeros where there is padding.
+        rows, causal: For wrong answers: other rows than `step.rows`; whether each token sees all of its text and the rest of the row up to the longest.
     """
     output, longest = torch.zeros_like(query), num_slots_of(step)
     for i, row in enumerate(step.rows if rows is None else rows):
         start, new = step.starts[i], step.counts[i]
         keys, values = (cache[row, : start + new if causal else longest].transpose(0, 1) for cache in kv_cache)
-        if causal:
-            output[i, :new] = causal_attention(query[i, :new], keys, values, scale)
-        else:
-            for j in range(new):
-                output[i, j : j + 1] = causal_attention(query[i, j : j + 1], keys, values, scale)
+        for first, last in [(0, new)] if causal else [(j, j + 1) for j in range(new)]:
+            output[i, first:last] = causal_attention(query[i, first:last], keys, values, scale)
     return output
 
 
@@ -107,12 +103,9 @@ def visible(self: Any, step: PaddedStep, num_slots: int) -> Tensor:
 def lay_out(self: Any, token_lists: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """A correct `lay_out`."""
     width = max(map(len, token_lists))
-    ids = [[*tokens, *[0] * (width - len(tokens))] for tokens in token_lists]
-    positions = [
-        [*range(start, start + len(tokens)), *[0] * (width - len(tokens))]
-        for tokens, start in zip(token_lists, starts, strict=True)
-    ]
-    return torch.tensor(ids, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64)
+    positions = [range(start, start + len(tokens)) for tokens, start in zip(token_lists, starts, strict=True)]
+    ids, places = ([[*row, *[0] * (width - len(row))] for row in rows] for rows in (token_lists, positions))
+    return torch.tensor(ids, dtype=torch.int64), torch.tensor(places, dtype=torch.int64)
 
 
 class CorrectCache:
