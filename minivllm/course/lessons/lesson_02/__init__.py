@@ -5,6 +5,8 @@ from minivllm.course.lessons.lesson_02.engine import check_engine, check_logits,
 from minivllm.course.lessons.lesson_02.layers import check_attend, check_norm, check_rotary
 from minivllm.course.lessons.lesson_02.loading import check_load_weights, check_read_checkpoint
 
+STAND_INS = {"check-logits": "check-model", "check-text": "check-engine"}
+"""For checks on the real model, the check that the grader runs with other input."""
 __all__ = [
     "check_attend",
     "check_attention",

@@ -6,15 +6,22 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from minivllm.course.lessons.lesson_02.loading import LoadWeights, ReadCheckpoint, checkpoint, make_load_shape, make_weights
-from minivllm.course.lessons.lesson_02.situations import expect, is_close
 from minivllm.course.lessons.model_shape import ModelShape
+from minivllm.course.lessons.tensors import is_close
+from minivllm.course.observations import expect, seeded
+from minivllm.models.llama import LlamaForCausalLM
+from minivllm.models.qwen3 import Qwen3ForCausalLM
+from minivllm.models.registry import MODELS, ModelRegistry
 from minivllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,12 +42,11 @@ LANGUAGES = {
 """A prompt in each of ten languages."""
 LIMIT = 1e-3
 """The largest difference allowed from transformers' logits."""
-FAMILIES = {"LlamaForCausalLM": {"qk_norm": False, "tie_word_embeddings": True},
-            "Qwen3ForCausalLM": {"qk_norm": True, "tie_word_embeddings": False}}  # fmt: skip
-"""Architectures and their special features."""
-
-
-# -- against transformers --------------------------------------------------------------------------------------------
+FAMILIES: dict[type[Any], dict[str, Any]] = {
+    LlamaForCausalLM: {"qk_norm": False, "tie_word_embeddings": True},
+    Qwen3ForCausalLM: {"qk_norm": True, "tie_word_embeddings": False},
+}
+"""The package's classes of two architectures, and what is special about them."""
 
 
 def check_logits(
@@ -69,9 +75,8 @@ def check_logits(
         said = f"The ten prompts in one flat batch, the one in {language}."
         look = f"{first_difference(on_the_way, mine)}: it is the first module whose output differs from transformers'"
         bound = f"at most {LIMIT:g}"
-        expect(
-            said, "largest difference to transformers' logits", bound, bound if difference <= LIMIT else f"{difference:.3g}", look
-        )
+        got = bound if difference <= LIMIT else f"{difference:.3g}"
+        expect(said, "largest difference to transformers' logits", bound, got, look)
     return worst
 
 
@@ -112,13 +117,11 @@ def recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """Keep what every attention and MLP module returns, by the module's name."""
     outputs: dict[str, list[Tensor]] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        return lambda module, given, output: outputs.setdefault(name, []).append(
-            output[0] if isinstance(output, tuple) else output
-        )
+    def keep(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        outputs.setdefault(name, []).append(output[0] if isinstance(output, tuple) else output)
 
     wanted = [(name, module) for name, module in model.named_modules() if name.endswith((".self_attn", ".mlp"))]
-    hooks = [module.register_forward_hook(keep(name)) for name, module in wanted]
+    hooks = [module.register_forward_hook(partial(keep, name)) for name, module in wanted]
     try:
         yield outputs
     finally:
@@ -133,32 +136,39 @@ def first_difference(theirs: dict[str, Tensor], mine: dict[str, Tensor]) -> str:
     )
 
 
-# -- in the engine ---------------------------------------------------------------------------------------------------
+_NO_CACHE = (
+    "forward, attends and load_weights of MyLlama: layer i attends with self.backends[i], which sees the cache, and not with your "
+    "causal_attention, which does not"
+)
+_ONE_CACHE = (
+    "how attends are made: each layer has its own backend and its own cache. The first token is right, and from then on "
+    "keys and values of earlier tokens come from the cache"
+)
+_FROM_0 = "positions. Pass on `positions` unchanged: in a decode step they do not start at 0"
 
 
 def check_engine(cls: type) -> None:
     """The registered class in the engine, on tiny random models of two families: the same tokens as with the package's."""
-    for architecture, special in FAMILIES.items():
-        rng = random.Random(f"engine {architecture}")
+    for own, special in FAMILIES.items():
+        rng = seeded(f"engine {own.__name__}")
         shape = make_load_shape(rng, rotary_dim=8, **special)
         prompts = [[rng.randrange(3, shape.vocab_size) for _ in range(length)] for length in (3, 17, 1, 9)]
-        with model_folder(architecture, shape, rng) as folder:
-            mine = generate(folder, architecture, cls, prompts)
-            theirs = generate(folder, architecture, None, prompts)
-            from_0 = generate(folder, architecture, _count_from_0(architecture), prompts) if mine != theirs else None
+        with model_folder(own.__name__, shape, rng) as folder:
+            mine, theirs = (generate(folder, own.__name__, model, prompts) for model in (cls, own))
+            from_0 = generate(folder, own.__name__, _count_from_0(own), prompts) if mine != theirs else None
         for kind, expected, got in zip(("greedy", "with a seed"), theirs, mine, strict=True):
-            said = f"A tiny {architecture} with random weights, four prompts, {kind}."
-            first = [tokens[0] for tokens in expected] == [tokens[0] for tokens in got]
-            look = (
-                "positions. Pass on `positions` unchanged: in a decode step they do not start at 0"
-                if mine == from_0
-                else "how attends are made: each layer has its own backend and its own cache. The first token is right, and from then on "
-                "keys and values of earlier tokens come from the cache"
-                if first
-                else "forward, attends and load_weights of MyLlama: layer i attends with self.backends[i], which sees the cache, and not with your "
-                "causal_attention, which does not"
-            )
-            expect(said, "tokens", expected, got, look)
+            said = f"A tiny {own.__name__} with random weights, four prompts, {kind}."
+            is_begun = [tokens[0] for tokens in expected] == [tokens[0] for tokens in got]
+            expect(said, "tokens", expected, got, _FROM_0 if mine == from_0 else _ONE_CACHE if is_begun else _NO_CACHE)
+
+
+def config_of(architecture: str, shape: ModelShape) -> dict[str, Any]:
+    """The config.json of a model."""
+    theirs = {
+        "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+        "max_position": "max_position_embeddings",
+    }  # fmt: skip
+    return {"architectures": [architecture], "eos_token_id": 2} | {theirs.get(name, name): x for name, x in vars(shape).items()}
 
 
 @contextmanager
@@ -166,32 +176,25 @@ def model_folder(architecture: str, shape: ModelShape, rng: random.Random) -> It
     """A folder with a random model of an architecture, as the engine loads it."""
     weights, _ = make_weights(shape, rng)
     with checkpoint(weights, 2) as folder:
-        config = {
-            "architectures": [architecture], "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size,
-            "num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim, "rope_theta": shape.rope_theta, "max_position_embeddings": shape.max_position,
-            "vocab_size": shape.vocab_size, "rms_norm_eps": shape.rms_norm_eps, "tie_word_embeddings": shape.tie_word_embeddings,
-            "eos_token_id": 2,
-        }  # fmt: skip
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(config_of(architecture, shape)), encoding="utf-8")
         yield folder
 
 
-def generate(folder: Path, architecture: str, cls: type | None, prompts: list[list[int]]) -> list[list[list[int]]]:
-    """Tokens that an engine generates, greedy and with seeds; None is the package's class."""
+def generate(folder: Path, architecture: str, cls: type[Any], prompts: list[list[int]]) -> list[list[list[int]]]:
+    """Tokens that an engine generates, greedy and with seeds, if a class computes the models of this architecture."""
     from minivllm import LLM
 
-    with registered(architecture, cls):
+    with patch.dict(MODELS):  # restored afterwards
+        ModelRegistry.register_model(architecture, cls)
         llm = LLM(
             str(folder), skip_tokenizer_init=True, num_gpu_blocks_override=24, block_size=4, max_num_seqs=4, max_model_len=60,
             dtype="float32", enforce_eager=True, attention_backend="torch",
         )  # fmt: skip
     raised = _keep_errors(llm.llm_engine.executor.worker.model_runner.model)
-    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * len(prompts)
-    seeded = [SamplingParams(temperature=0.7, seed=i, max_tokens=12, ignore_eos=True) for i in range(len(prompts))]
     tokens = []
-    for some in (params, seeded):
-        outputs = llm.generate(prompts, some, use_tqdm=False)
+    for temperature in (0, 0.7):
+        params = [SamplingParams(temperature=temperature, seed=i, max_tokens=12, ignore_eos=True) for i in range(len(prompts))]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         if raised:  # the engine has printed it, and goes on without the requests of the step
             raise raised[0]
         failed = next((output.error for output in outputs if output.error), None)
@@ -205,50 +208,33 @@ def _keep_errors(model: Any) -> list[Exception]:
     """Remember what a model raises in a step: the engine catches it."""
     raised: list[Exception] = []
 
-    def keep(method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **named: Any) -> Any:
-            try:
-                return method(*arguments, **named)
-            except Exception as error:
-                raised.append(error)
-                raise
+    def run(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        try:
+            return method(*arguments, **named)
+        except Exception as error:
+            raised.append(error)
+            raise
 
-        return run
-
-    model.forward, model.compute_logits = keep(model.forward), keep(model.compute_logits)
+    model.forward, model.compute_logits = partial(run, model.forward), partial(run, model.compute_logits)
     return raised
 
 
-def _count_from_0(architecture: str) -> type:
+def _count_from_0(own: type[Any]) -> type:
     """The package's class with a common mistake: positions counted by row."""
-    own: Any = _own_classes()[architecture]
 
-    class CountsFrom0(own):
-        def forward(self, input_ids: Tensor, positions: Tensor, *others: Any) -> Any:
-            return super().forward(input_ids, torch.arange(len(input_ids), device=input_ids.device), *others)
+    def forward(self: Any, input_ids: Tensor, positions: Tensor, *others: Any) -> Any:
+        return own.forward(self, input_ids, torch.arange(len(input_ids), device=input_ids.device), *others)
 
-    return CountsFrom0
+    return type("CountsFrom0", (own,), {"forward": forward})
 
 
-def _own_classes() -> dict[str, type]:
-    from minivllm.models.llama import LlamaForCausalLM
-    from minivllm.models.qwen3 import Qwen3ForCausalLM
-
-    return {"LlamaForCausalLM": LlamaForCausalLM, "Qwen3ForCausalLM": Qwen3ForCausalLM}
-
-
-@contextmanager
-def registered(architecture: str, cls: type | None) -> Iterator[None]:
-    """Register a class for an architecture (or keep the package's own), and restore the registry afterwards."""
-    from minivllm import ModelRegistry
-    from minivllm.models.registry import MODELS
-
-    before = MODELS[architecture]
-    try:
-        ModelRegistry.register_model(architecture, cls or _own_classes()[architecture])
-        yield
-    finally:
-        MODELS[architecture] = before
+_GREEDY = SamplingParams(temperature=0, max_tokens=24)
+_TEXTS = {
+    "The capital of France is": _GREEDY,
+    "Once upon a time there was a king who": SamplingParams(temperature=0.8, seed=7, max_tokens=24),
+    "Water boils at": _GREEDY,
+    "def fibonacci(n):": SamplingParams(temperature=0.8, top_p=0.9, seed=8, max_tokens=24),
+}
 
 
 def check_text(llm: LLM) -> list[str]:
@@ -260,29 +246,23 @@ def check_text(llm: LLM) -> list[str]:
     Returns:
         The prompts with their texts.
     """
-    from dataclasses import replace
-
-    from minivllm.models.llama import LlamaForCausalLM
     from minivllm.models.weights import load_model
 
-    prompts = ["The capital of France is", "Once upon a time there was a king who", "Water boils at", "def fibonacci(n):"]
-    params = [
-        SamplingParams(temperature=0, max_tokens=24),
-        SamplingParams(temperature=0.8, seed=7, max_tokens=24),
-        SamplingParams(temperature=0, max_tokens=24),
-        SamplingParams(temperature=0.8, top_p=0.9, seed=8, max_tokens=24),
-    ]
+    def write() -> list[str]:
+        outputs = llm.generate(list(_TEXTS), list(_TEXTS.values()), use_tqdm=False)
+        return [output.outputs[0].text for output in outputs]
+
     worker = llm.llm_engine.executor.worker
     learners = worker.model_runner.model
-    expect("LLM('smollm2-135m').", "model is the package's", False, isinstance(learners, LlamaForCausalLM),
-           "ModelRegistry.register_model, which comes before LLM(...)")  # fmt: skip
-    mine = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    look = "ModelRegistry.register_model, which comes before LLM(...)"
+    expect("LLM('smollm2-135m').", "model is the package's", False, isinstance(learners, LlamaForCausalLM), look)
+    mine = write()
     try:  # the package's class under the same engine, so that only the model differs
         worker.model_runner.model = load_model(replace(llm.llm_engine.model_config, model_cls=LlamaForCausalLM), worker.platform)
-        theirs = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+        theirs = write()
     finally:
         worker.model_runner.model = learners
     look = "check_logits and check_engine first; if both pass, at what only the real model has: 30 layers, 9 query heads"
-    for prompt, expected, got in zip(prompts, theirs, mine, strict=True):
+    for prompt, expected, got in zip(_TEXTS, theirs, mine, strict=True):
         expect(f"The prompt {prompt!r}.", "text", repr(expected), repr(got), look)
-    return [prompt + text for prompt, text in zip(prompts, mine, strict=True)]
+    return [prompt + text for prompt, text in zip(_TEXTS, mine, strict=True)]

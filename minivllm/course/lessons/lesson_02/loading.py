@@ -15,14 +15,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from minivllm.course.lessons.lesson_02 import reference
-from minivllm.course.lessons.lesson_02.situations import expect, expect_close, make_shape, make_tensor, randomize
+from minivllm.course.lessons.lesson_02.situations import make_shape, make_tensor, randomize
 from minivllm.course.lessons.model_shape import ModelShape
+from minivllm.course.lessons.tensors import expect_close
+from minivllm.course.observations import expect, rounds
 
 Weights = list[tuple[str, Tensor]]
 ReadCheckpoint = Callable[[Path], Iterable[tuple[str, Tensor]]]
 LoadWeights = Callable[[Any, Iterable[tuple[str, Tensor]]], None]
 
-_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _BEFORE = 7.0
 """What all parameters are before loading."""
 _NOT_TIED = "this model is not tied, so its lm_head.weight is loaded as any other"
@@ -33,16 +34,17 @@ def make_weights(shape: ModelShape, rng: random.Random) -> tuple[Weights, dict[s
     model = reference.LanguageModel(shape)
     randomize(model, rng)
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    q_rows, kv_rows, mlp_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.intermediate_size
+    parts = {
+        "qkv_proj": {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows},
+        "gate_up_proj": {"gate_proj": mlp_rows, "up_proj": mlp_rows},
+    }
     weights: Weights = []
     for name, tensor in expected.items():
-        fused = next((fused for fused in _PARTS if f".{fused}." in name), None)
-        if fused is None:
-            weights.append((name, tensor))
-            continue
-        q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        rows = [q_rows, kv_rows, kv_rows] if fused == "qkv_proj" else [shape.intermediate_size] * 2
-        parts = zip(_PARTS[fused], tensor.split(rows), strict=True)
-        weights += [(name.replace(fused, part), rows.clone()) for part, rows in parts]
+        module = name.split(".")[-2]
+        rows = parts.get(module, {module: len(tensor)})
+        pieces = zip(rows, tensor.split(list(rows.values())), strict=True)
+        weights += [(name.replace(module, part), piece.clone()) for part, piece in pieces]
     rng.shuffle(weights)
     return weights, expected
 
@@ -57,83 +59,85 @@ def checkpoint(weights: Weights, num_files: int) -> Iterator[Path]:
     """A folder with a checkpoint in several safetensors files, and with other files that belong to a model."""
     from safetensors.torch import save_file
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for number in range(num_files):
-            part = {key: tensor.contiguous() for key, tensor in weights[number::num_files]}
-            file = "model.safetensors" if num_files == 1 else f"model-{number + 1:05}-of-{num_files:05}.safetensors"
-            save_file(part, folder / file)
+    files = [f"model-{number + 1:05}-of-{num_files:05}.safetensors" for number in range(num_files)]
+    files = files if num_files > 1 else ["model.safetensors"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for number, file in enumerate(files):
+            save_file({name: tensor.contiguous() for name, tensor in weights[number::num_files]}, folder / file)
         if num_files > 1:
-            files = {
-                name: f"model-{place % num_files + 1:05}-of-{num_files:05}.safetensors" for place, (name, _) in enumerate(weights)
-            }
-            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}), encoding="utf-8")
+            index = {"weight_map": {name: files[place % num_files] for place, (name, _) in enumerate(weights)}}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         (folder / "config.json").write_text("{}")
         yield folder
 
 
 def check_read_checkpoint(read_checkpoint: ReadCheckpoint) -> None:
     """`read_checkpoint`: the names and tensors of all files."""
-    for seed in range(3):
-        rng = random.Random(f"read {seed}")
+    for number, rng in enumerate(rounds("read", 3)):
         weights, _ = make_weights(make_load_shape(rng), rng)
-        with checkpoint(weights, seed + 1) as folder:
-            said = (
-                f"A folder with {seed + 1} safetensors file{'s, their index, which is JSON,' if seed else ''} and a config.json."
-            )
+        index = "s, their index, which is JSON," if number else ""
+        said = f"A folder with {number + 1} safetensors file{index} and a config.json."
+        with checkpoint(weights, number + 1) as folder:
             try:
                 pairs = list(read_checkpoint(folder))
             except SafetensorError as error:
                 look = "which files are read: those whose name ends in .safetensors"
                 expect(said, "error", "none", f"{type(error).__name__}: {error}", look)
-                raise
-            names = sorted(name for name, _ in pairs)
-            look = "which files are read, and the keys of each"
-            expect(said, "number of tensors", len(weights), len(names), look)
-            expect(said, "names", sorted(name for name, _ in weights), names, look)
-            for name, tensor in weights:
-                expect_close(said, name, tensor, dict(pairs)[name], "get_tensor(name)", tolerance=0.0)
+        names = sorted(name for name, _ in pairs)
+        look = "which files are read, and the keys of each"
+        expect(said, "number of tensors", len(weights), len(names), look)
+        expect(said, "names", sorted(name for name, _ in weights), names, look)
+        for name, tensor in weights:
+            expect_close(said, name, tensor, dict(pairs)[name], "get_tensor(name)", tolerance=0.0)
 
 
 def check_load_weights(load_weights: LoadWeights) -> None:
     """`load_weights`: everything in its place, and an error with a name for what is missing, left over or of another shape."""
-    for seed in range(6):
-        rng = random.Random(f"load {seed}")
-        shape = make_load_shape(rng, tie_word_embeddings=seed % 2 == 0, qk_norm=seed % 3 == 0)
+    for number, rng in enumerate(rounds("load", 6)):
+        shape = make_load_shape(rng, tie_word_embeddings=number % 2 == 0, qk_norm=number % 3 == 0)
         weights, expected = make_weights(shape, rng)
         said = f"{shape.num_layers} layers, qk_norm {shape.qk_norm}, tie_word_embeddings {shape.tie_word_embeddings}."
-        if shape.tie_word_embeddings and seed % 4 == 0:
+        if number % 4 == 0:
             weights.insert(rng.randrange(len(weights)), ("lm_head.weight", expected["model.embed_tokens.weight"] + 1))
             said += " The checkpoint has a lm_head.weight all the same, which a tied model does not need."
-        try:
-            model = load(load_weights, shape, weights)
-        except ValueError as error:
-            if shape.tie_word_embeddings or "lm_head.weight" not in str(error):
-                raise
-            expect(said, "error", "none", f"ValueError: {error}", f"when lm_head.weight is skipped: {_NOT_TIED}")
-            raise
-        for name, parameter in model.named_parameters():
-            look = f"where {name} comes from" + ("" if "proj" not in name else ": which rows, and in which order")
-            unchanged = "what is copied: the parameter is unchanged. Assigning only changes the dictionary; use `copy_`"
-            if name == "lm_head.weight":
-                unchanged += f". And {_NOT_TIED}"
-            wrong = [
-                (turn_squares(expected[name]), "the orientation: a weight of nn.Linear is [out, in], as in the checkpoint"),
-                (torch.full_like(expected[name], _BEFORE), unchanged),
-            ]
-            expect_close(said, name, expected[name], parameter, look, wrong, tolerance=0.0)
-        expect(said, "lm_head.weight is model.embed_tokens.weight", shape.tie_word_embeddings,
-               model.lm_head.weight is model.model.embed_tokens.weight, "copying into parameters, not replacing them")  # fmt: skip
+        _check_places(said, load_weights, shape, weights, expected)
         for what, name, broken in break_weights(weights, shape, rng):
-            error = catch(load_weights, shape, broken)
-            said_error = f"{said} {what}"
-            kind = "ValueError" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}" if error else "no error"
-            look = "what is counted, and what is compared before copying"
-            if error:
-                look += ": raise a ValueError that has the tensor's name"
-            expect(said_error, "error", "ValueError", kind, look)
-            named = name in str(error)
-            expect(said_error, f"the name {name} in the message", True, named, f"the message, which is {str(error)!r}")
+            _check_error(f"{said} {what}", load_weights, shape, broken, name)
+
+
+def _check_places(said: str, load_weights: LoadWeights, shape: ModelShape, weights: Weights, expected: dict[str, Tensor]) -> None:
+    try:
+        model = load(load_weights, shape, weights)
+    except ValueError as error:
+        if not shape.tie_word_embeddings and "lm_head.weight" in str(error):
+            expect(said, "error", "none", f"ValueError: {error}", f"when lm_head.weight is skipped: {_NOT_TIED}")
+        raise
+    for name, parameter in model.named_parameters():
+        look = f"where {name} comes from" + (": which rows, and in which order" if "proj" in name else "")
+        unchanged = "what is copied: the parameter is unchanged. Assigning only changes the dictionary; use `copy_`"
+        wrong = [
+            (turn_squares(expected[name]), "the orientation: a weight of nn.Linear is [out, in], as in the checkpoint"),
+            (torch.full_like(expected[name], _BEFORE), unchanged + (f". And {_NOT_TIED}" if name == "lm_head.weight" else "")),
+        ]
+        expect_close(said, name, expected[name], parameter, look, wrong, tolerance=0.0)
+    is_tied = model.lm_head.weight is model.model.embed_tokens.weight
+    look = "copying into parameters, not replacing them"
+    expect(said, "lm_head.weight is model.embed_tokens.weight", shape.tie_word_embeddings, is_tied, look)
+
+
+def _check_error(said: str, load_weights: LoadWeights, shape: ModelShape, broken: Weights, name: str) -> None:
+    kind, message = "no error", ""
+    look = "what is counted, and what is compared before copying"
+    try:
+        load(load_weights, shape, broken)
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        kind, message = "ValueError" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", str(error)
+        look += ": raise a ValueError that has the tensor's name"
+    expect(said, "error", "ValueError", kind, look)
+    expect(said, f"the name {name} in the message", True, name in message, f"the message, which is {message!r}")
 
 
 def turn_squares(weight: Tensor) -> Tensor:
@@ -152,26 +156,13 @@ def load(load_weights: LoadWeights, shape: ModelShape, weights: Weights) -> refe
     return model
 
 
-def catch(load_weights: LoadWeights, shape: ModelShape, weights: Weights) -> Exception | None:
-    """The error that loading raises, if it does."""
-    try:
-        load(load_weights, shape, weights)
-    except NotImplementedError:
-        raise
-    except Exception as error:
-        return error
-    return None
-
-
 def break_weights(weights: Weights, shape: ModelShape, rng: random.Random) -> Iterator[tuple[str, str, Weights]]:
     """Checkpoints that do not fit: what is wrong, the name that the message must have, the checkpoint."""
-    names = [name for name, _ in weights if name != "lm_head.weight"]
     layer = f"model.layers.{rng.randrange(shape.num_layers)}"
-    needed = {"k_proj": f"{layer}.self_attn.k_proj.weight", "up_proj": f"{layer}.mlp.up_proj.weight", "norm": "model.norm.weight",
-              "embed": "model.embed_tokens.weight", "any": rng.choice(names)}  # fmt: skip
-    if not shape.tie_word_embeddings:
-        needed["head"] = "lm_head.weight"
-    for name in needed.values():
+    needed = [f"{layer}.self_attn.k_proj.weight", f"{layer}.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
+    needed += [rng.choice([name for name, _ in weights if name != "lm_head.weight"])]
+    needed += [] if shape.tie_word_embeddings else ["lm_head.weight"]
+    for name in needed:
         yield f"{name} is missing.", name, [pair for pair in weights if pair[0] != name]
     for name in (f"{layer}.self_attn.q_proj.bias", f"model.layers.{shape.num_layers}.mlp.up_proj.weight", "model.other.weight"):
         extra = (name, torch.zeros(shape.hidden_size))

@@ -15,16 +15,13 @@ from torch import Tensor, nn
 from minivllm.course.lessons.model_shape import ModelShape
 from minivllm.kernels import reference
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 class Norm(nn.Module):
     """RMSNorm."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
@@ -65,11 +62,8 @@ class Rotary(nn.Module):
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor) -> Tensor:
     """Causal attention of several prompts, one after another in the rows."""
     scale = q.shape[-1] ** -0.5
-    parts = [
-        reference.causal_attention(q[start:end], k[start:end].transpose(0, 1), v[start:end].transpose(0, 1), scale)
-        for start, end in pairwise(query_start_loc.tolist())
-    ]
-    return torch.cat(parts)
+    prompts = [[x[start:end] for x in (q, k, v)] for start, end in pairwise(query_start_loc.tolist())]
+    return torch.cat([reference.causal_attention(q, k.transpose(0, 1), v.transpose(0, 1), scale) for q, k, v in prompts])
 
 
 class Attention(nn.Module):
@@ -77,15 +71,13 @@ class Attention(nn.Module):
 
     def __init__(self, shape: ModelShape, rotary: nn.Module) -> None:
         super().__init__()
-        self.heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
-        self.head_dim = shape.head_dim
+        self.heads, self.head_dim = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], shape.head_dim
         self.qkv_proj = nn.Linear(shape.hidden_size, sum(self.heads) * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
-        self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
-        self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
+        self.q_norm, self.k_norm = (Norm(shape.head_dim, shape.rms_norm_eps) if shape.qk_norm else None for _ in range(2))
         self.rotary = rotary
 
-    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """`[num_tokens, hidden_size]` to the same shape."""
         q, k, v = self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
