@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.static_batching import StaticBatchScheduler
 from minivllm.course.lessons.lesson_07.engine import describe_steps
-from minivllm.course.lessons.lesson_08.situations import expect
+from minivllm.course.observations import expect, fail, rounds, seeded
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.sampling_params import SamplingParams
@@ -25,7 +24,7 @@ _MOST_STEPS = 4000
 def _check_own(cls: Any) -> None:
     """A batcher is the learner's own, not the package's."""
     if not isinstance(cls, type) or not issubclass(cls, Scheduler) or issubclass(cls, StaticBatchScheduler):
-        raise AssertionError(
+        fail(
             f"Expected: a class of your own that derives from Scheduler\nGot: {cls!r}\nLook at MyStaticBatcher: write its two methods yourself."
         )
 
@@ -33,16 +32,15 @@ def _check_own(cls: Any) -> None:
 def check_static_batcher(cls: Any) -> None:
     """A batch fills the places from the front of the queue; nothing joins it; the next is formed when all have ended."""
     _check_own(cls)
-    for seed in range(60):
-        rng = random.Random(f"static {seed}")
+    for number, rng in enumerate(rounds("static", 60)):
         seats = rng.randint(1, 5)
-        chunked = seed % 3 == 2  # not all members are in every step then
+        chunked = number % 3 == 2  # not all members are in every step then
         options = {"enable_chunked_prefill": True, "max_num_batched_tokens": max(8, seats)} if chunked else {}
         engine = make_simulated_engine(
             scheduler=cls, max_num_seqs=seats, block_size=4, num_gpu_blocks=200, max_model_len=120, **options
         )
         others = ""
-        if seed % 4 == 3:  # whose batch must not matter
+        if number % 4 == 3:  # whose batch must not matter
             other = make_simulated_engine(scheduler=cls, max_num_seqs=seats, block_size=4, num_gpu_blocks=200, max_model_len=120)
             add(other, "other", 5, 50)
             other.step()
@@ -105,7 +103,7 @@ RUNS: tuple[dict[str, Any], ...] = (
 
 def run_static(cls: Any, seed: str, options: dict[str, Any]) -> EngineTrace:
     """Run a random workload in a simulated engine."""
-    rng = random.Random(seed)
+    rng = seeded(seed)
     engine = make_simulated_engine(
         scheduler=cls, max_model_len=120, **{"num_gpu_blocks": 60, "block_size": 4, "max_num_batched_tokens": 160, **options}
     )
@@ -120,7 +118,7 @@ def run_static(cls: Any, seed: str, options: dict[str, Any]) -> EngineTrace:
         if not engine.has_unfinished_requests():
             return trace
         _step(engine, options)
-    raise AssertionError(
+    fail(
         f"Forty requests with {options or 'the usual limits'}.\nExpected unfinished requests after {_MOST_STEPS:,} further steps: 0\nGot: "
         f"{len(engine.scheduler.requests)}\nLook at `may_join`: a member that was preempted waits again, and must be let in again."
     )

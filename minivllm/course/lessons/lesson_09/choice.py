@@ -11,9 +11,9 @@ from typing import Any
 
 from minivllm.bench.production import load_conversation_trace
 from minivllm.bench.workloads import WorkloadRequest
-from minivllm.course.lessons.lesson_08.situations import expect
 from minivllm.course.lessons.lesson_09.metrics import is_good
 from minivllm.course.lessons.timing import RequestTimes, request_times
+from minivllm.course.observations import expect, fail, require, rounds
 from minivllm.executor.simulated import CostModel
 from minivllm.simulation.costs import DEFAULT_COSTS
 from minivllm.simulation.engine import simulate
@@ -108,7 +108,7 @@ class _Hours:
 
     def __call__(self, max_num_seqs: int, seed: int) -> list[RequestTimes]:
         if max_num_seqs not in self.machine.candidates or seed not in range(_HOURS):
-            raise AssertionError(
+            fail(
                 f"{self.said}\nExpected: run(max_num_seqs, seed) with one of the candidates and a seed from 0 to {_HOURS - 1}\n"
                 f"Got: run({max_num_seqs!r}, {seed!r})\nLook at the two arguments of run, and their order."
             )
@@ -126,22 +126,26 @@ def check_choose(choose: Any) -> None:
         said = f"choose_max_num_seqs(run, {given}, {goals}) for {machine.name}."
         run = _Hours(machine, said)
         choice = choose(run, list(given), machine.max_ttft, machine.max_tpot)
-        assert choice in machine.candidates, (
-            f"{said}\nExpected: one of the candidates\nGot: {choice!r}\nLook at what is returned."
+        require(
+            True,
+            choice in machine.candidates,
+            f"{said}\nExpected: one of the candidates\nGot: {choice!r}\nLook at what is returned.",
         )
         missing = [(value, seed) for value in given for seed in range(_HOURS) if (value, seed) not in run.tried]
-        assert not missing, (
-            f"{said}\nExpected: every candidate tried with each of the seeds 0 to {_HOURS - 1}\n"
-            f"Got: run({', '.join(map(str, missing[0]))}) was never called\nLook at the loops over candidates and seeds."
-        )
+        if missing:
+            fail(
+                f"{said}\nExpected: every candidate tried with each of the seeds 0 to {_HOURS - 1}\n"
+                f"Got: run({', '.join(map(str, missing[0]))}) was never called\nLook at the loops over candidates and seeds."
+            )
         unseen = sweep(machine, _HOURS)
         best = max(unseen.values())
-        assert unseen[choice] >= _GOOD_ENOUGH * best, (
+        require(
+            True, unseen[choice] >= _GOOD_ENOUGH * best,
             f"{said}\nExpected: a choice with at least {_GOOD_ENOUGH:.0%} of the best goodput on {_HOURS} hours that were not seen\n"
             f"Got: max_num_seqs={choice}, with {unseen[choice]:.2f} requests/s there; the best candidate has {best:.2f}\n"
             "Look at what is compared: the mean of goodput (not throughput, nor TTFT alone; waits count from the arrival), each run over the "
-            "time from its first arrival to its last token."
-        )
+            "time from its first arrival to its last token.",
+        )  # fmt: skip
     check_means(choose)
 
 
@@ -170,8 +174,8 @@ def make_up_hours(rng: random.Random) -> tuple[list[int], Any, dict[int, list[fl
 
 def check_means(choose: Any) -> None:
     """The candidate with the highest mean, among made-up hours."""
-    for seed in range(8):
-        candidates, run, goodputs = make_up_hours(random.Random(f"hours {seed}"))
+    for rng in rounds("hours", 8):
+        candidates, run, goodputs = make_up_hours(rng)
         means = {value: round(statistics.mean(hours), 3) for value, hours in goodputs.items()}
         choice = choose(run, list(candidates), 1.0, 0.5)
         shown = {value: [round(hour, 2) for hour in hours] for value, hours in goodputs.items()}
@@ -179,9 +183,3 @@ def check_means(choose: Any) -> None:
             f"choose_max_num_seqs with max_ttft=1, max_tpot=0.5 and made-up hours. Goodput by candidate and seed: {shown}.",
             "mean goodput of the choice", max(means.values()), means.get(choice), "what is compared: the mean over the five seeds",
         )  # fmt: skip
-
-
-def observe_choose(choose: Any, rng: random.Random) -> list[Any]:
-    """The choice among made-up hours."""
-    hours = [make_up_hours(rng)[:2] for _ in range(8)]
-    return [int(choose(run, candidates, 1.0, 0.5)) for candidates, run in hours]

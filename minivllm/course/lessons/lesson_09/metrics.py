@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from numbers import Real
+from collections.abc import Sequence
 from typing import Any
 
 from minivllm.bench.summary import percentile as right_percentile
-from minivllm.course.lessons.lesson_08.situations import expect
 from minivllm.course.lessons.timing import RequestTimes, StepTimes
+from minivllm.course.observations import expect, expect_number, fail, rounds, seeded
 
 _ROUNDS = 60
 TICK = 1 / 64
 """All times in these checks are multiples of this, so that their differences are exact."""
-
-
-def expect_close(said: str, what: str, expected: float, got: Any, look: str, mistakes: Mapping[str, float] | None = None) -> None:
-    """Unless the two are equal but for rounding, raise an AssertionError. A known wrong number says how it came about."""
-    if _is_close(expected, got):
-        return
-    names = [name for name, wrong in (mistakes or {}).items() if _is_close(wrong, got)]
-    known = f" That is {names[0]}." if len(names) == 1 else ""
-    raise AssertionError(f"{said}\nExpected {what}: {expected:.6g}\nGot {what}: {_show(got)}.{known}\nLook at {look}.")
-
-
-def _is_close(expected: float, got: Any) -> bool:
-    return isinstance(got, Real) and math.isclose(expected, got, rel_tol=1e-9, abs_tol=1e-9)
-
-
-def _show(got: Any) -> str:
-    return f"{float(got):.6g}" if isinstance(got, Real) and not isinstance(got, bool) else repr(got)[:300]
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -101,7 +83,7 @@ def describe(records: Sequence[RequestTimes]) -> str:
 
 def check_percentile(percentile: Any) -> None:
     """The nearest-rank percentile."""
-    rng = random.Random(0)
+    rng = seeded("percentile")
     small = [[3, 1, 2], [5, 1, 4, 2, 3], [7], [2, 9, 2, 9, 2, 9, 4]]
     for values in [*(values for values in small for _ in range(6)), *(make_values(rng) for _ in range(3 * _ROUNDS))]:
         percent = rng.choice((1, 5, 25, 50, 75, 90, 95, 99, 100, 99.5))
@@ -120,39 +102,37 @@ def check_percentile(percentile: Any) -> None:
             "of the values in the order in which they were given": values[rank - 1],
             "counted from the largest": ordered[-rank],
         }
-        expect_close(said, "percentile", ordered[rank - 1], got, "sorting, rounding up, and counting from 1", mistakes)
-        if given != values:
-            raise AssertionError(
-                f"{said}\nExpected: the caller's list as it was\nGot: a list in another order\nLook at sort(), which changes the list; sorted() does not."
-            )
+        expect_number(said, "percentile", ordered[rank - 1], got, "sorting, rounding up, and counting from 1", mistakes)
+        expect(said, "the caller's list afterwards", values, given, "sort(), which changes the list; sorted() does not")
     hundred = rng.sample(range(1, 101), 100)
     for percent in range(1, 101):
         got = percentile(list(hundred), percent)
         look = "rounding: 0.07 * 100 is 7.000000000000001, which rounds up to 8; multiply before you divide"
-        expect_close(f"percentile(values, {percent}) of the numbers 1 to 100 in any order", "percentile", percent, got, look)
+        expect_number(f"percentile(values, {percent}) of the numbers 1 to 100 in any order", "percentile", percent, got, look)
 
 
 def check_latencies(latencies: Any) -> None:
     """TTFT, ITLs and end-to-end latency."""
-    rng = random.Random(1)
-    for _ in range(_ROUNDS):
+    for rng in rounds("latencies", _ROUNDS):
         times = make_times(rng)
         said = f"latencies of a request: {describe([times]).splitlines()[1].strip()}."
         got = latencies(times)
         if not isinstance(got, tuple | list) or len(got) != 3 or not isinstance(got[1], list | tuple):
-            raise AssertionError(
+            fail(
                 f"{said}\nExpected: (TTFT, list of ITLs, latency)\nGot: {got!r}\nLook at what is returned: three things, the second of them a list."
             )
         ttft, itls, latency = got
         mistakes = {"the time since the engine began with it; its user has waited longer": times.tokens[0] - times.started}
-        expect_close(said, "TTFT", times.tokens[0] - times.arrival, ttft, "where the user's time begins", mistakes)
+        expect_number(said, "TTFT", times.tokens[0] - times.arrival, ttft, "where the user's time begins", mistakes)
         expected = [later - earlier for earlier, later in zip(times.tokens, times.tokens[1:], strict=False)]
         expect(said, "ITLs", expected, _numbers(itls), "the pairs of tokens that follow each other; n tokens have n - 1 gaps")
         mistakes = {
             "the time since the engine began with it": times.tokens[-1] - times.started,
             "the time since the first token": times.tokens[-1] - times.tokens[0],
         }
-        expect_close(said, "latency", times.tokens[-1] - times.arrival, latency, "the user's click, and the last token", mistakes)
+        expect_number(
+            said, "latency", times.tokens[-1] - times.arrival, latency, "the user's click, and the last token", mistakes
+        )
 
 
 def _numbers(values: Any) -> Any:
@@ -179,15 +159,12 @@ def is_good(times: RequestTimes, max_ttft: float, max_tpot: float) -> bool:
 
 def check_summarize(summarize: Any) -> None:
     """Rates over the whole run, without the warm-up; pooled gaps."""
-    rng = random.Random(2)
-    for _ in range(_ROUNDS):
+    for rng in rounds("summarize", _ROUNDS):
         records, start = make_records(rng)
         given = list(records)
         summary = summarize(given, start)
         said = f"summarize(records, start={start:g}) of {describe(records)}"
-        assert given == records, (
-            f"{said}\nExpected: the caller's list as it was\nGot: another list\nLook at what sorts it, or takes something out of it."
-        )
+        expect(said, "the caller's list afterwards", records, given, "what sorts it, or takes something out of it")
         counted = [times for times in records if times.arrival >= start]
         end = max(times.tokens[-1] for times in counted)
         seconds = end - start
@@ -198,7 +175,7 @@ def check_summarize(summarize: Any) -> None:
             "over the time since 0 on the clock": len(counted) / end,
         }
         look = "which requests count (arrival >= start), and how long the run lasted (from start to their last token)"
-        expect_close(
+        expect_number(
             said, "requests_per_second", len(counted) / seconds, _field(summary, "requests_per_second", said), look, everything
         )
         rates = [len(times.tokens) / (times.tokens[-1] - times.arrival) for times in counted]
@@ -207,7 +184,7 @@ def check_summarize(summarize: Any) -> None:
             "with the tokens of the warm-up": sum(len(times.tokens) for times in records) / seconds,
         }
         got = _field(summary, "tokens_per_second", said)
-        expect_close(
+        expect_number(
             said,
             "tokens_per_second",
             tokens / seconds,
@@ -230,7 +207,7 @@ def check_summarize(summarize: Any) -> None:
             }
             for part, value in expected.items():
                 got = _field(spread, part, said)
-                expect_close(
+                expect_number(
                     said,
                     f"{name}.{part}",
                     value,
@@ -242,9 +219,10 @@ def check_summarize(summarize: Any) -> None:
 
 
 def _field(holder: Any, name: str, said: str) -> Any:
-    assert hasattr(holder, name), (
-        f"{said}\nExpected: an object with the attribute {name}\nGot: {holder!r}\nLook at what is returned: a Summary, with a Spread for each of ttft, itl and latency."
-    )
+    if not hasattr(holder, name):
+        fail(
+            f"{said}\nExpected: an object with the attribute {name}\nGot: {holder!r}\nLook at what is returned: a Summary, with a Spread for each of ttft, itl and latency."
+        )
     return getattr(holder, name)
 
 
@@ -264,8 +242,7 @@ def make_goals(rng: random.Random) -> tuple[list[RequestTimes], float, float, fl
 
 def check_goodput(goodput: Any) -> None:
     """Only requests that met both goals count, per second of the whole run."""
-    rng = random.Random(3)
-    for _ in range(2 * _ROUNDS):
+    for rng in rounds("goodput", 2 * _ROUNDS):
         records, seconds, max_ttft, max_tpot = make_goals(rng)
         waits = [waits_of(times) for times in records]
         first = [ttft <= max_ttft for ttft, _, _ in waits]
@@ -284,7 +261,7 @@ def check_goodput(goodput: Any) -> None:
         }  # fmt: skip
         mistakes = {name: value for name, value in mistakes.items() if value != good / seconds}
         look = "both goals, TPOT (the mean gap after the first token), and requests of a single token"
-        expect_close(said, "goodput", good / seconds, goodput(list(records), seconds, max_ttft, max_tpot), look, mistakes)
+        expect_number(said, "goodput", good / seconds, goodput(list(records), seconds, max_ttft, max_tpot), look, mistakes)
 
 
 def right_utilisation(steps: Sequence[StepTimes], start: float, end: float, num_seats: int) -> tuple[float, float]:
@@ -296,8 +273,7 @@ def right_utilisation(steps: Sequence[StepTimes], start: float, end: float, num_
 
 def check_utilisation(utilisation: Any) -> None:
     """Time-weighted shares of a window."""
-    rng = random.Random(4)
-    for _ in range(2 * _ROUNDS):
+    for rng in rounds("utilisation", 2 * _ROUNDS):
         steps, start, end, seats = make_steps(rng)
         busy, useful = right_utilisation(steps, start, end, seats)
         lines = [f"  {step.start:g} to {step.end:g}: {step.num_rows} rows, {step.num_useful} useful" for step in steps[:5]]
@@ -313,11 +289,11 @@ def check_utilisation(utilisation: Any) -> None:
         except TypeError:
             got = ()
         if len(got) != 2 or isinstance(returned, str):
-            raise AssertionError(f"{said}\nExpected: (busy, useful)\nGot: {returned!r}\nLook at what is returned: two shares.")
+            fail(f"{said}\nExpected: (busy, useful)\nGot: {returned!r}\nLook at what is returned: two shares.")
         span = end - start
         unclipped = sum(step.end - step.start for step in steps)
         mistakes = {"with what lies outside the window": unclipped / span}
-        expect_close(said, "busy", busy, got[0], "the part of each step inside the window", mistakes)
+        expect_number(said, "busy", busy, got[0], "the part of each step inside the window", mistakes)
         inside = [max(0.0, min(step.end, end) - max(step.start, start)) for step in steps]
         rows = sum(seconds * step.num_rows for seconds, step in zip(inside, steps, strict=True))
         mistakes = {
@@ -325,7 +301,7 @@ def check_utilisation(utilisation: Any) -> None:
             "a share of the busy time, not of all time": useful / busy if busy else math.nan,
             "the mean over steps, however long each lasted": sum(step.num_useful for step in steps) / (seats * len(steps)),
         }
-        expect_close(said, "useful", useful, got[1], "useful rows times seconds, over seats times all seconds", mistakes)
+        expect_number(said, "useful", useful, got[1], "useful rows times seconds, over seats times all seconds", mistakes)
 
 
 def right_average(records: Sequence[RequestTimes], start: float, end: float) -> float:
@@ -344,8 +320,7 @@ def make_window(rng: random.Random, records: Sequence[RequestTimes]) -> tuple[fl
 
 def check_average_in_system(average_in_system: Any) -> None:
     """How many requests wait or run, averaged over time."""
-    rng = random.Random(5)
-    for _ in range(2 * _ROUNDS):
+    for rng in rounds("in system", 2 * _ROUNDS):
         records = [make_times(rng) for _ in range(rng.randint(1, 20))]
         start, end = make_window(rng, records)
         said = f"average_in_system(records, start={start:g}, end={end:g}) of {describe(records)}"
@@ -359,4 +334,4 @@ def check_average_in_system(average_in_system: Any) -> None:
         expected = right_average(records, start, end)
         mistakes = {name: value for name, value in mistakes.items() if value != expected}
         look = "how long each request was in the system (from arrival to its last token) within the window"
-        expect_close(said, "average", expected, average_in_system(list(records), start, end), look, mistakes)
+        expect_number(said, "average", expected, average_in_system(list(records), start, end), look, mistakes)
