@@ -71,7 +71,12 @@ def is_recording() -> bool:
 
 def seeded(name: str) -> random.Random:
     """Random numbers that belong to a name, such as "append 3": the same ones each time, but others for the grader."""
-    return random.Random(name if _recording is None or _recording.seed is None else f"{name} {_recording.seed}")
+    return random.Random(seed_of(name))
+
+
+def seed_of(name: str) -> str:
+    """The seed that belongs to a name."""
+    return name if _recording is None or _recording.seed is None else f"{name} {_recording.seed}"
 
 
 def rounds(name: str, count: int) -> Iterator[random.Random]:

@@ -17,7 +17,6 @@ from minivllm.course.lessons.lesson_08.situations import MODEL, Letters
 from minivllm.course.lessons.lesson_08.start_up import MadeUpDevice
 from minivllm.course.parts import EngineParts
 from minivllm.engine.detokenizer import IncrementalDetokenizer
-from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SchedulerOutput
 from minivllm.worker.sampler import Sampler
 
@@ -100,19 +99,3 @@ def make_bench(rng: random.Random) -> tuple[BenchDevice, Any]:
         model_config=MODEL, cache_config=cache_config, scheduler_config=scheduler_config, load_tokenizer=Letters
     )
     return device, config
-
-
-def observe_assembled(assemble: Any, rng: random.Random) -> list[Any]:
-    """What a learner's whole engine writes on the bench, and what it did on the way."""
-    observations: list[Any] = []
-    for _ in range(4):
-        device, config = make_bench(rng)
-        llm = assemble(BENCH_PARTS, device, config)
-        prompts = ["".join(rng.choices("abcdef gh", k=rng.randint(1, 20))) for _ in range(6)]
-        params = [SamplingParams(temperature=rng.choice((0.0, 1.0)), max_tokens=rng.randint(1, 20), seed=i) for i in range(6)]
-        outputs = llm.generate(prompts, params)
-        observations.append(
-            [[output.prompt_token_ids, output.outputs[0].text, output.outputs[0].token_ids] for output in outputs]
-        )
-        observations.append([device.moves.moved, device.model.num_rows])
-    return observations

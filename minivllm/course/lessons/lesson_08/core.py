@@ -7,7 +7,8 @@ from typing import Any
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.assembly import CoreOutput
-from minivllm.course.lessons.lesson_08.situations import Crowd, Script, expect, quiet, shorten
+from minivllm.course.lessons.lesson_08.situations import Crowd, Script, quiet
+from minivllm.course.observations import expect, fail, require, show
 from minivllm.engine.core_messages import EngineCoreOutput
 from minivllm.engine.engine_core import EngineCore
 from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
@@ -57,9 +58,8 @@ def run_core(crowd: Crowd, step: Any, add: Any, has_unfinished: Any) -> Any:
 
 def _as_observations(said: str, outputs: Any) -> list[tuple[str, Any, Any]]:
     """A learner's outputs in comparable form."""
-    assert isinstance(outputs, list) and all(isinstance(output, CoreOutput) for output in outputs), (
-        f"{said}\nExpected: a list of CoreOutput\nGot: {shorten(outputs)}"
-    )
+    if not isinstance(outputs, list) or not all(isinstance(output, CoreOutput) for output in outputs):
+        fail(f"{said}\nExpected: a list of CoreOutput\nGot: {show(outputs)}")
     return [(output.request_id, output.token_id, output.finish_reason) for output in outputs]
 
 
@@ -70,13 +70,6 @@ def _observe_step(said: str, outputs: Any, scheduler: Scheduler) -> dict[str, An
         "unfinished requests": sorted(scheduler.requests),
         "free blocks": scheduler.block_manager.get_num_free_gpu_blocks(),
     }
-
-
-def observe_core(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> list[Any]:
-    """What a learner's core returns in each step."""
-    _, core = make_cores(cls, crowd, fails_at)
-    steps = run_core(crowd, core.step, core.add_request, core.scheduler.has_unfinished_requests)
-    return [list(_observe_step("", outputs, core.scheduler).values()) for _, outputs in steps]
 
 
 def _compare(cls: Any, crowd: Crowd, fails_at: frozenset[int], looks: dict[str, str]) -> None:
@@ -92,9 +85,11 @@ def _compare(cls: Any, crowd: Crowd, fails_at: frozenset[int], looks: dict[str, 
             expect(said, name, value, observations[name], looks[name])
         if number in fails_at:
             for output in outputs:
-                assert isinstance(output.error, str) and "out of memory" in output.error, (
+                says_so = isinstance(output.error, str) and "out of memory" in output.error
+                wanted_error = (
                     f"{said}\nExpected error: a sentence that says what was raised, “out of memory”\nGot error: {output.error!r}"
                 )
+                require(True, says_so, wanted_error)
 
 
 def find_moves(crowd: Crowd) -> list[int]:
@@ -134,7 +129,7 @@ def check_fail(cls: Any) -> None:
             pass
     except KeyboardInterrupt:
         return
-    raise AssertionError(
+    fail(
         "You press Ctrl-C while the model runs.\nExpected: the KeyboardInterrupt comes out of `step`\nGot: nothing was raised\n"
         "Look at what `compute` catches: an Exception, which KeyboardInterrupt is not."
     )
@@ -162,16 +157,12 @@ def make_touched() -> SchedulerOutput:
     )
 
 
-def observe_touched(cls: Any) -> tuple[Any, Any]:
-    """Which requests `fail` reports, and which it ends."""
-    scheduler = _Ends()
-    outputs = cls(scheduler, None).fail(make_touched(), RuntimeError("out of memory"))
-    return _as_observations("fail(output, error)", outputs), scheduler.ended
-
-
 def _check_touched(cls: Any) -> None:
-    said = "fail(output, error) for a step in which a and c are scheduled, b is preempted, and c and d are swapped in."
-    outputs, ended = observe_touched(cls)
+    said, scheduler = (
+        "fail(output, error) for a step in which a and c are scheduled, b is preempted, and c and d are swapped in.",
+        _Ends(),
+    )
+    outputs = _as_observations("fail(output, error)", cls(scheduler, None).fail(make_touched(), RuntimeError("out of memory")))
     look = "which requests the step touched: scheduled, preempted, swapped_in, each request once, and the status SequenceStatus.FINISHED_ERROR"
     expect(said, "outputs", [(name, None, "error") for name in ("a", "c", "b", "d")], outputs, look)
-    expect(said, "calls of abort_request", sorted((name, "FINISHED_ERROR") for name in "abcd"), sorted(ended), look)
+    expect(said, "calls of abort_request", sorted((name, "FINISHED_ERROR") for name in "abcd"), sorted(scheduler.ended), look)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from minivllm.config import EngineArgs
 from minivllm.course.lessons.assembly import Device
 from minivllm.course.lessons.lesson_08.bench import BENCH_PARTS, make_bench
-from minivllm.course.lessons.lesson_08.situations import expect
+from minivllm.course.observations import expect, fail, require, rounds, see, seeded
 from minivllm.course.parts import SOURCES, EngineParts
 from minivllm.course.results import passed_checks
 from minivllm.engine.engine_config import EngineConfig
@@ -110,8 +109,19 @@ def write_with_package(
 
 
 def check_parts(assemble: Assemble) -> None:
-    """The parts of an engine on a device that only counts: the right ones, with the right numbers."""
-    device, config = make_bench(random.Random(0))
+    """An engine on a device that only counts: the right parts with the right numbers, and what it writes."""
+    _check_numbers(assemble)
+    for rng in rounds("bench", 4):
+        device, config = make_bench(rng)
+        prompts = ["".join(rng.choices("abcdef gh", k=rng.randint(1, 20))) for _ in range(6)]
+        params = [SamplingParams(temperature=rng.choice((0.0, 1.0)), max_tokens=rng.randint(1, 20), seed=i) for i in range(6)]
+        for output in assemble(BENCH_PARTS, device, config).generate(prompts, params):
+            see([output.prompt_token_ids, output.outputs[0].text, output.outputs[0].token_ids])
+        see([device.moves.moved, device.model.num_rows])
+
+
+def _check_numbers(assemble: Assemble) -> None:
+    device, config = make_bench(seeded("parts"))
     llm = assemble(BENCH_PARTS, device, config)
     engine = llm.engine
     core = engine.core
@@ -140,13 +150,12 @@ def check_parts(assemble: Assemble) -> None:
     try:
         [output] = llm.generate(["abc"], [SamplingParams(temperature=0, max_tokens=3)])
     except RuntimeError:
-        raise AssertionError(
+        fail(
             f"{said} Then the model raises a RuntimeError in a step.\nExpected: an output with an error\nGot: the RuntimeError came out of generate\n"
             "Look at which core you built: MyEngineCore, which continues when a step fails."
-        ) from None
-    assert output.error, (
-        f"{said} Then the model raises a RuntimeError in a step.\nExpected: an output with an error\nGot: {output!r}"
-    )
+        )
+    no_error = f"{said} Then the model raises a RuntimeError in a step.\nExpected: an output with an error\nGot: {output!r}"
+    require(True, bool(output.error), no_error)
 
 
 def check_text(assemble: Assemble, parts: EngineParts) -> list[str]:

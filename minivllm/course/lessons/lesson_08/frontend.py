@@ -7,7 +7,8 @@ from typing import Any
 
 from minivllm.course.lessons.assembly import CoreOutput
 from minivllm.course.lessons.lesson_08.core import as_core_outputs
-from minivllm.course.lessons.lesson_08.situations import Crowd, Letters, Script, expect, quiet, shorten
+from minivllm.course.lessons.lesson_08.situations import Crowd, Letters, Script, quiet
+from minivllm.course.observations import expect, fail, require, rounds, seeded, show
 from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
@@ -57,13 +58,6 @@ def output_facts(outputs: Any) -> list[Any]:
     return observations
 
 
-@quiet()
-def observe_engine(cls: Any, crowd: Crowd, rng: random.Random, fails_at: frozenset[int] = frozenset()) -> list[Any]:
-    """What a learner's engine returns in each step, while requests arrive and are aborted."""
-    engine, core = make_engine(cls, crowd, fails_at)
-    return [[observations, sorted(engine.states), sorted(core.scheduler.requests)] for observations in _run(engine, crowd, rng)]
-
-
 def _run(engine: Any, crowd: Crowd, rng: random.Random) -> Any:
     """Add the crowd's requests, and abort some; yields the outputs of each step."""
     for request, wait in zip(crowd.requests, crowd.joins, strict=True):
@@ -99,7 +93,7 @@ def check_entrance(cls: Any) -> None:
             engine.add_request(*request)
         except RequestError:
             return
-        raise AssertionError(
+        fail(
             f"{said}\nExpected: a RequestError\nGot: nothing was raised\nLook at add_request: what process_inputs raises must propagate, and ids must be unique."
         )
 
@@ -114,7 +108,7 @@ def check_entrance(cls: Any) -> None:
         "the request that the core gets: core_request",
     )
     state = engine.states["first"]
-    assert type(state).__name__ == "RequestState", f"Expected: a RequestState in self.states['first']\nGot: {state!r}"
+    require("RequestState", type(state).__name__, f"Expected: a RequestState in self.states['first']\nGot: {state!r}")
     refuse("A prompt without any token.", "second", "", params)
     compare("A request that was refused has left nothing.", ["first"])
     refuse("A second request with the id of an unfinished one.", "first", "xyz", params)
@@ -127,9 +121,8 @@ def check_entrance(cls: Any) -> None:
         tokens,
         "the order: process, check, and only then tell the core",
     )
-    assert engine.states["first"] is state, (
-        "The request that was refused has taken the place of the first one of that id: ask before anything is changed."
-    )
+    lost = "The request that was refused has taken the place of the first one of that id: ask before anything is changed."
+    require(True, engine.states["first"] is state, lost)
     engine.add_request("third", "ab", params)
     core.step()
     compare("Two requests, after one step.", ["first", "third"])
@@ -150,8 +143,8 @@ def check_take(cls: Any) -> None:
         fails_at = frozenset({4}) if seed % 3 == 0 else frozenset()
         theirs = crowd.make_engine(Script(crowd.seed, fails_at))
         mine, core = make_engine(cls, crowd, fails_at)
-        wanted = _run(theirs, crowd, random.Random(f"abort {seed}"))
-        got = _run(mine, crowd, random.Random(f"abort {seed}"))
+        wanted = _run(theirs, crowd, seeded(f"abort {seed}"))
+        got = _run(mine, crowd, seeded(f"abort {seed}"))
         for number, expected in enumerate(wanted, 1):
             stops = {name: params.stop for name, _, params in crowd.requests if params.stop}
             said = f"{crowd.describe()} Stop strings: {stops or 'none'}. Step {number}. Outputs are (request_id, [(text, token_ids, finish_reason)], finished, whether there is an error)."
@@ -211,9 +204,8 @@ class _Watched:
 
     def step(self) -> list[RequestOutput]:
         self.num_steps += 1
-        assert self.num_steps < 3000, (
-            "generate takes step after step and never ends: continue only while has_unfinished_requests()."
-        )
+        if self.num_steps == 3000:
+            fail("generate takes step after step and never ends: continue only while has_unfinished_requests().")
         if self.num_steps == self.interrupt_at:
             raise self.error
         return self.engine.step()
@@ -233,20 +225,9 @@ VOCABULARY_END = 1_000_000
 """No model of these checks has such a token."""
 
 
-def observe_generate(cls: Any, prompts: list[Any], seed: str) -> list[Any]:
-    """What `generate` returns for prompts, without the requests' ids, and what it leaves in the engine."""
-    watched = _Watched(Crowd(seed).make_engine(Script(seed, ends=False)))
-    outputs = cls(watched).generate(prompts, _params(len(prompts)))
-    return [
-        [list(output.prompt_token_ids), bool(output.error), output.finished, [len(item.token_ids) for item in output.outputs]]
-        for output in outputs
-    ]
-
-
 def check_generate(cls: Any) -> None:
     """One output for each prompt, in their order; a prompt that cannot be served does not affect the others; Ctrl-C leaves nothing behind."""
-    for seed in range(15):
-        rng = random.Random(f"generate {seed}")
+    for seed, rng in enumerate(rounds("generate", 15)):
         prompts, crowd = make_prompts(rng), Crowd(f"generate {seed}")
         package = crowd.make_engine(Script(crowd.seed))
         watched = _Watched(package)
@@ -257,9 +238,8 @@ def check_generate(cls: Any) -> None:
             said += ", while the engine also has another caller's request"
         params = _params(len(prompts))
         outputs = llm.generate(prompts, params)
-        assert isinstance(outputs, list) and all(isinstance(output, RequestOutput) for output in outputs), (
-            f"{said}\nExpected: a list of RequestOutput\nGot: {shorten(outputs)}"
-        )
+        if not isinstance(outputs, list) or not all(isinstance(output, RequestOutput) for output in outputs):
+            fail(f"{said}\nExpected: a list of RequestOutput\nGot: {show(outputs)}")
         served = [isinstance(prompt, str) and 0 < len(prompt) < 60 for prompt in prompts]
         expect(said, "outputs, how many", len(prompts), len(outputs), "one output for each prompt, including refused ones")
         reasons = [_reason(crowd, prompt) for prompt in prompts]
@@ -278,24 +258,23 @@ def check_generate(cls: Any) -> None:
         look = "when the steps begin: after all prompts were added, so that they share their steps"
         expect(said, "requests added after the first step", [], watched.late, look)
         ids = [output.request_id for output, good in zip(outputs, served, strict=True) if good]
+        names = [watched.added.index(name) if name in watched.added else f"unknown: {name}" for name in ids]
         expect(
             said,
-            "request_ids of the outputs, without the refused ones",
-            watched.added,
-            ids,
+            "places of the outputs' request_ids among those added",
+            list(range(len(ids))),
+            names,
             "which outputs are those of this call",
         )
-        assert len(set(watched.added)) == len(watched.added), f"{said}\nTwo requests got the same id."
-        llm.generate(["abc", "de"], _params(2))
-        assert len(set(watched.added)) == len(watched.added), (
-            "generate was called twice, and an id was reused: keep counting with self.numbers."
-        )
+        require(True, len(set(watched.added)) == len(watched.added), f"{said}\nTwo requests got the same id.")
         limits = [item.max_tokens for item, good in zip(params, served, strict=True) if good]
         lengths = [len(output.outputs[0].token_ids) for output, good in zip(outputs, served, strict=True) if good]
-        assert all(length <= limit for length, limit in zip(lengths, limits, strict=True)), (
-            f"{said}\nExpected answers of at most {limits} tokens\nGot answers of {lengths} tokens\nLook at params: each prompt has its own entry."
-        )
-        assert not watched.has_unfinished_requests(), f"{said}\nRequests were left in the engine."
+        too_long = f"{said}\nExpected answers of at most {limits} tokens\nGot answers of {lengths} tokens\nLook at params: each prompt has its own entry."
+        require(True, all(length <= limit for length, limit in zip(lengths, limits, strict=True)), too_long)
+        require(False, watched.has_unfinished_requests(), f"{said}\nRequests were left in the engine.")
+        llm.generate(["abc", "de"], _params(2))
+        again = "generate was called twice, and an id was reused: keep counting with self.numbers."
+        require(True, len(set(watched.added)) == len(watched.added), again)
     _check_interrupt(cls)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from minivllm.course.lessons.lesson_08.situations import describe, expect, make_sequences, shorten
+from minivllm.course.lessons.lesson_08.situations import describe, make_sequences
+from minivllm.course.observations import expect, fail, require, rounds, show
 from minivllm.scheduler_output import SequenceData
 from minivllm.worker.model_input import ModelInput
 from minivllm.worker.model_runner import ModelRunner
@@ -55,18 +56,19 @@ def count_instructions(work: Callable[[], Any]) -> int:
 def _refuse_loops(name: str, few: Callable[[], Any], many: Callable[[], Any]) -> None:
     """Raise an AssertionError if a function takes more Python instructions for 3,000 tokens than for 30."""
     small, large = count_instructions(few), count_instructions(many)
-    assert large <= small + 200, (
-        f"For three sequences with 30 tokens {name} executed {small:,} instructions of Python, for three with 3,000 tokens {large:,}: "
-        f"it goes over the tokens one by one.\nLook at NumPy's functions for whole arrays: cumsum, repeat, arange, and an array as the index of another."
-    )
+    if large > small + 200:
+        fail(
+            f"For three sequences with 30 tokens {name} executed {small:,} instructions of Python, for three with 3,000 tokens {large:,}: "
+            f"it goes over the tokens one by one.\nLook at NumPy's functions for whole arrays: cumsum, repeat, arange, and an array as the index of another."
+        )
 
 
 def _as_ints(said: str, what: str, array: Any) -> list[Any]:
     """An array of whole numbers as a list."""
-    assert isinstance(array, np.ndarray), f"{said}\nExpected {what}: a NumPy array\nGot {what}: {array!r}"
-    assert np.issubdtype(array.dtype, np.integer), (
-        f"{said}\nExpected {what}: whole numbers\nGot {what}: an array of {array.dtype}"
-    )
+    if not isinstance(array, np.ndarray):
+        fail(f"{said}\nExpected {what}: a NumPy array\nGot {what}: {array!r}")
+    if not np.issubdtype(array.dtype, np.integer):
+        fail(f"{said}\nExpected {what}: whole numbers\nGot {what}: an array of {array.dtype}")
     return array.tolist()
 
 
@@ -84,15 +86,16 @@ def check_lay_out(lay_out: Any) -> None:
         "owners": "np.repeat: the number of a sequence, once for each of its tokens in this step",
         "positions": "where positions begin: a sequence continues where it stopped, at its start; and its rows begin at its query_start_loc",
     }
-    for seed in range(_ROUNDS):
-        starts, counts = make_counts(random.Random(f"lay out {seed}"))
+    for rng in rounds("lay out", _ROUNDS):
+        starts, counts = make_counts(rng)
         given = np.array(starts), np.array(counts)
         said = f"lay_out(starts={starts}, counts={counts})"
         got = lay_out(*given)
-        assert isinstance(got, (tuple, list)) and len(got) == 3, f"{said}\nExpected: three arrays\nGot: {shorten(got)}"
+        if not isinstance(got, (tuple, list)) or len(got) != 3:
+            fail(f"{said}\nExpected: three arrays\nGot: {show(got)}")
         for (name, expected), array in zip(lay_out_tokens(starts, counts).items(), got, strict=True):
             expect(said, name, expected, _as_ints(said, name, array), looks[name])
-        assert [array.tolist() for array in given] == [starts, counts], f"{said}\nIt has changed its arguments."
+        require([starts, counts], [array.tolist() for array in given], f"{said}\nIt has changed its arguments.")
     few, many = ((np.array([0, 3, 7]), np.array([n, n, n])) for n in (10, 1000))
     _refuse_loops("lay_out", lambda: lay_out(*few), lambda: lay_out(*many))
 
@@ -119,8 +122,7 @@ def slots_of(positions: np.ndarray, owners: np.ndarray, tables: np.ndarray, bloc
 def check_find_slots(find_slots: Any) -> None:
     """Each new token has a slot: in its own sequence's block, at its own offset."""
     small = np.array([0, 1, 5]), np.array([0, 0, 1]), np.array([[7, 2], [4, 9]]), 4
-    for seed in range(_ROUNDS):
-        positions, owners, tables, block_size = small if seed == 0 else make_slot_case(random.Random(f"slots {seed}"))
+    for positions, owners, tables, block_size in (small, *map(make_slot_case, rounds("slots", _ROUNDS))):
         said = f"find_slots(positions={positions.tolist()}, owners={owners.tolist()}, block_tables={tables.tolist()}, block_size={block_size})"
         got = _as_ints(said, "slots", find_slots(positions.copy(), owners.copy(), tables.copy(), block_size))
         look = "which row of block_tables (the owner's), which block in it (position // block_size), and which slot in the block (position % block_size)"
@@ -171,7 +173,8 @@ class EchoSampler:
 
     def sample(self, logits: torch.Tensor, rows: list[Any]) -> list[SampledToken]:
         """As `Sampler.sample`."""
-        assert len(logits) == len(rows), f"The sampler was given {len(logits)} rows of logits, but {len(rows)} SamplingRows."
+        if len(logits) != len(rows):
+            fail(f"The sampler was given {len(logits)} rows of logits, but {len(rows)} SamplingRows.")
         self.rows.append([f"{row.seq.request.request_id}, index {row.index}" for row in rows])
         return [SampledToken(int(token_id)) for token_id in logits.argmax(dim=1)]
 
@@ -216,15 +219,15 @@ def check_prepare_inputs(cls: Any) -> None:
         "sampled_rows": "the row of the last token of each sequence whose num_samples is not 0",
     }
     runners: dict[int, Any] = {}
-    for seed in range(_ROUNDS):
-        rng = random.Random(f"inputs {seed}")
+    for rng in rounds("inputs", _ROUNDS):
         block_size = rng.choice((1, 2, 4, 16))
         sequences = make_sequences(rng, block_size)
         is_first = block_size not in runners
         said = describe(sequences, block_size) + ("" if is_first else "\nThe same runner has prepared other steps before.")
         wanted, tables = observations_of(package_inputs(sequences, block_size)), [list(seq.block_table) for seq in sequences]
         got = runners.setdefault(block_size, make_runner(cls, block_size)).prepare_inputs(sequences)
-        assert isinstance(got, ModelInput), f"{said}\nExpected: a ModelInput\nGot: {got!r}"
+        if not isinstance(got, ModelInput):
+            fail(f"{said}\nExpected: a ModelInput\nGot: {got!r}")
         mine = observations_of(got)
         for name, expected in wanted.items():
             if isinstance(expected, tuple):
@@ -243,8 +246,7 @@ def check_prepare_inputs(cls: Any) -> None:
 
 def check_execute_model(cls: Any) -> None:
     """The model runs once, only the rows that matter become logits, and each token goes to its sequence."""
-    for seed in range(_ROUNDS):
-        rng = random.Random(f"execute {seed}")
+    for rng in rounds("execute", _ROUNDS):
         block_size = rng.choice((1, 2, 4, 16))
         sequences = make_sequences(rng, block_size)
         said, inputs = describe(sequences, block_size), package_inputs(sequences, block_size)
@@ -266,8 +268,7 @@ def check_execute_model(cls: Any) -> None:
         )
         tokens = iter(chosen)
         expected = [[next(tokens)] if seq.num_samples else [] for seq in sequences]
-        assert isinstance(outputs, list) and all(hasattr(output, "token_ids") for output in outputs), (
-            f"{said}\nExpected: a list of SequenceOutput\nGot: {outputs!r}"
-        )
+        if not isinstance(outputs, list) or not all(hasattr(output, "token_ids") for output in outputs):
+            fail(f"{said}\nExpected: a list of SequenceOutput\nGot: {outputs!r}")
         expect(said, "token_ids of the outputs", expected, [list(output.token_ids) for output in outputs],
                "which row belongs to which sequence: one output for each sequence, in order, empty where nothing is sampled")  # fmt: skip

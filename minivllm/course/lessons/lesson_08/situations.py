@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.course.observations import seed_of
 from minivllm.engine.core_client import InprocClient
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
@@ -137,8 +137,8 @@ class Crowd:
     """
 
     def __init__(self, seed: str, num_requests: int = 8, stop_strings: bool = False) -> None:
-        rng = random.Random(seed)
-        self.seed = seed
+        self.seed = seed_of(seed)
+        rng = random.Random(self.seed)
         swap = rng.random() < 0.5
         self.cache_config = CacheConfig(block_size=4, watermark=rng.choice((0.0, 0.1)))
         in_chunks = rng.random() < 0.5
@@ -192,15 +192,3 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def expect(said: str, what: str, expected: Any, got: Any, look: str) -> None:
-    """Unless the two are equal, raise an AssertionError that says what was expected, what was returned, and where to look."""
-    if expected != got:
-        raise AssertionError(f"{said}\nExpected {what}: {shorten(expected)}\nGot {what}: {shorten(got)}\nLook at {look}.")
-
-
-def shorten(value: Any) -> str:
-    """A value for a message, which is cut off if it is long."""
-    text = str(value)
-    return text if len(text) <= 700 else text[:690] + " …"

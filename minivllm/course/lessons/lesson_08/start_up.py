@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.config import CacheConfig, SchedulerConfig
-from minivllm.course.lessons.lesson_08.situations import expect, make_sequences
+from minivllm.course.lessons.lesson_08.situations import make_sequences
+from minivllm.course.observations import expect, fail, require, rounds
 from minivllm.errors import ConfigError
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 
@@ -29,26 +30,22 @@ def make_memory(rng: random.Random) -> tuple[int, float, int, int, int]:
 
 def check_count_blocks(count_blocks: Any) -> None:
     """The cache gets what the largest step leaves of the engine's share, in whole blocks."""
-    rng = random.Random(0)
-    for _ in range(_ROUNDS):
+    for rng in rounds("count", _ROUNDS):
         total, utilization, others, peak, block = make_memory(rng)
         call = f"count_blocks(total_bytes={total}, utilization={utilization}, other_bytes={others}, peak_bytes={peak}, block_bytes={block})"
         expected = (int(total * utilization) - others - peak) // block
         try:
-            got = count_blocks(total, utilization, others, peak, block)
-        except ConfigError as error:
-            assert len(str(error)) > 10, f"{call}\nExpected: a ConfigError with a sentence that says so\nGot: {error!r}"
-            assert expected < 1, f"{call}\nExpected: {expected} blocks\nGot a ConfigError: {error}"
-            continue
-        assert expected >= 1, f"{call}\nExpected: a ConfigError, because not one block fits\nGot: {got}"
-        expect(
-            call,
-            "blocks",
-            expected,
-            got,
-            "what the share is taken of (all memory of the device), what is subtracted, and rounding down",
-        )
-        assert hasattr(got, "__index__"), f"{call}\nExpected: a whole number (int)\nGot: {got!r}"
+            got, error = count_blocks(total, utilization, others, peak, block), None
+        except ConfigError as refusal:
+            got, error = None, refusal
+        refuses = f"Got a ConfigError: {error}" if error else f"Expected: a ConfigError, because not one block fits\nGot: {got}"
+        require(expected < 1, error is not None, f"{call}\n" + (f"Expected: {expected} blocks\n" if error else "") + refuses)
+        if error is None:
+            look = "what the share is taken of (all memory of the device), what is subtracted, and rounding down"
+            expect(call, "blocks", expected, got, look)
+            require(True, hasattr(got, "__index__"), f"{call}\nExpected: a whole number (int)\nGot: {got!r}")
+        else:
+            require(True, len(str(error)) > 10, f"{call}\nExpected: a ConfigError with a sentence that says so\nGot: {error!r}")
 
 
 @dataclass
@@ -73,7 +70,8 @@ class MadeUpDevice:
 
     def load_model(self) -> None:
         """As `Device.load_model`."""
-        assert "load_model" not in self.did, "The model was loaded twice."
+        if "load_model" in self.did:
+            fail("The model was loaded twice.")
         self._hold("load_model", self.weights, self.load_extra)
 
     def reset_peak(self) -> None:
@@ -83,7 +81,8 @@ class MadeUpDevice:
 
     def profile_run(self, num_tokens: int, num_seqs: int) -> None:
         """As `Device.profile_run`."""
-        assert "load_model" in self.did, "profile_run was called before load_model: there is no model to run yet."
+        if "load_model" not in self.did:
+            fail("profile_run was called before load_model: there is no model to run yet.")
         self._hold(f"profile_run({num_tokens}, {num_seqs})", 0, num_tokens * self.per_token + num_seqs * self.per_seq)
 
     def allocate_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> tuple[str, int, int]:
@@ -115,8 +114,7 @@ def make_device(rng: random.Random) -> tuple[MadeUpDevice, CacheConfig, Schedule
 
 def check_start_up(cls: Any) -> None:
     """Load, measure the largest step, give the cache the rest."""
-    for seed in range(60):
-        device, cache, limits = make_device(random.Random(f"start {seed}"))
+    for device, cache, limits in map(make_device, rounds("start", 60)):
         usable = int(device.total_bytes * cache.gpu_memory_utilization) - device.other_bytes
         largest = limits.max_num_batched_tokens * device.per_token + limits.max_num_seqs * device.per_seq
         expected = ((usable - device.weights - largest) // device.block_bytes, cache.swap_space_bytes // device.block_bytes)
@@ -189,8 +187,7 @@ def run_worker(cls: Any, request: ExecuteModelRequest) -> tuple[list[Any], Any]:
 
 def check_worker(cls: Any) -> None:
     """Blocks are moved before the model runs: out, in, copies."""
-    for seed in range(60):
-        request = make_request(random.Random(f"worker {seed}"))
+    for request in map(make_request, rounds("worker", 60)):
         said = (
             f"A request with {len(request.sequences)} sequences, blocks_to_swap_out={request.blocks_to_swap_out}, "
             f"blocks_to_swap_in={request.blocks_to_swap_in}, blocks_to_copy={request.blocks_to_copy}."
