@@ -13,6 +13,8 @@ from minivllm.course.lessons.lesson_07.scheduler import (
     check_update,
 )
 
+STAND_INS = {"check-11": "check-10"}
+"""For a check on the real model, the check that the grader runs with other input."""
 __all__ = [
     "check_abort_request",
     "check_add_request",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.scheduler import Scheduler
-from minivllm.course.lessons.lesson_07.situations import count_tokens, expect
+from minivllm.course.lessons.lesson_07.situations import count_tokens
+from minivllm.course.observations import expect, fail, seeded
 from minivllm.engine.trace import EngineTrace, StepRecord
 from minivllm.sampling_params import SamplingParams
 from minivllm.simulation.engine import make_simulated_engine
@@ -127,7 +127,7 @@ def describe_steps(trace: EngineTrace) -> list[dict[str, Any]]:
 
 def run_simulated(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
     """Run a random workload in a simulated engine with too few blocks."""
-    rng = random.Random(seed)
+    rng = seeded(seed)
     engine = make_simulated_engine(
         scheduler=cls, max_model_len=120, max_num_batched_tokens=160, **{"num_gpu_blocks": 40, "block_size": 4, **options}
     )
@@ -144,7 +144,7 @@ def run_simulated(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
         if not engine.has_unfinished_requests():
             return trace
         engine.step()
-    raise AssertionError(
+    fail(
         f"Forty requests with {options or 'FCFS and recompute'}.\nExpected unfinished requests after 5,000 further steps: 0\n"
         f"Got unfinished requests after 5,000 further steps: {len(engine.scheduler.requests)}\nLook at what each is waiting for: a place, blocks, "
         f"or a `schedule` that forgets it."

@@ -7,7 +7,6 @@ one check.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,12 +15,10 @@ from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.lesson_07.situations import (
     STOP_TOKEN,
-    Hint,
     Outputs,
     advance,
     compare,
     describe,
-    expect,
     make_batch,
     make_request,
     make_scene,
@@ -33,6 +30,7 @@ from minivllm.course.lessons.lesson_07.situations import (
     take_out,
 )
 from minivllm.course.lessons.lesson_07.stages import correct_fits, isolate_stages
+from minivllm.course.observations import Hint, expect, fail, require, rounds, seeded
 from minivllm.request import Sequence, SequenceStatus
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
 
@@ -45,8 +43,7 @@ _ROUNDS = 40
 
 def check_add_request(cls: type) -> None:
     """`add_request`: one sequence per request, at its place in the waiting queue."""
-    for seed in range(_ROUNDS):
-        rng = random.Random(f"add {seed}")
+    for rng in rounds("add", _ROUNDS):
         policy = rng.choice(("fcfs", "priority"))
         mine, theirs = (maker(SchedulerConfig(policy=policy), BlockSpaceManager(4, 8)) for maker in (cls, Scheduler))
         for number in range(rng.randint(2, 9)):
@@ -61,7 +58,9 @@ def check_add_request(cls: type) -> None:
             compare(said, theirs, mine, hints, skip="order")  # the package's has one number more
             seq = requests[0].sequences[0]
             order = (seq.seq_id,) if policy == "fcfs" else (priority, arrival, seq.seq_id)
-            expect(said, f"seq.order, where seq_id is {seq.seq_id}", order, seq.order, "what `order` is under this policy")
+            look = "what `order` is under this policy"
+            what = f"seq.order, where seq_id is {seq.seq_id}"
+            require(True, seq.order == order, f"{said}\nExpected {what}: {order}\nGot {what}: {seq.order}\nLook at {look}.")
             if rng.random() < 0.3:  # one leaves, and the next must not get the same number
                 for scheduler in (mine, theirs):
                     request_id = names_of(scheduler.waiting)[-1]
@@ -78,7 +77,7 @@ def check_abort_request(cls: type) -> None:
     """`finish` and `abort_request`: a sequence leaves its queue, and its blocks are freed."""
     for seed in range(_ROUNDS):
         mine, theirs = make_twins(cls, f"abort {seed}", running=(1, 4), waiting=(1, 3), swapped=(1, 3))
-        rng = random.Random(f"aborted {seed}")
+        rng = seeded(f"aborted {seed}")
         status = rng.choice((SequenceStatus.FINISHED_ABORTED, SequenceStatus.FINISHED_ERROR))
         for request_id in rng.sample([*sorted(mine.requests), "an unknown id"], 3):
             said = f"{describe(mine)} Then abort_request({request_id!r}, {status})."
@@ -101,7 +100,7 @@ def check_abort_request(cls: type) -> None:
 def check_fits(cls: type) -> None:
     """`fits`: the limits of sequences, tokens and blocks, each just met and just missed; some have joined in the same step."""
     for seed in range(4 * _ROUNDS):
-        rng = random.Random(f"fits {seed}")
+        rng = seeded(f"fits {seed}")
         limit = ("sequences", "tokens", "blocks", "watermark", "no watermark")[seed % 5]
         running = (0, 0) if limit == "no watermark" else (1, 4)
         scheduler = make_scene(cls, f"fits {seed}", running=running, waiting=(1, 3), spare=(30, 30), prefill=True)
@@ -167,7 +166,7 @@ def check_update(cls: type) -> None:
     isolated = isolate_stages(cls, 6)
     for seed in range(_ROUNDS):
         mine, theirs = make_twins(isolated, f"update {seed}", running=(1, 5), waiting=(0, 2), spare=(8, 8), prefill=True)
-        rng = random.Random(f"updated {seed}")
+        rng = seeded(f"updated {seed}")
         tokens = [rng.choice((5, 6, STOP_TOKEN)) for _ in mine.running]
         aborted = mine.running[0].request.request_id if seed % 4 == 0 else None
         said = f"{describe(mine)} Then update(output, results) with new tokens {tokens}"
@@ -293,7 +292,7 @@ def _check_coming_back(cls: type, seed: str, scene: dict[str, Any], *, is_tight:
     """
     mine, theirs = make_twins(cls, seed, **scene)
     if is_tight:
-        rng = random.Random(f"tight {seed}")
+        rng = seeded(f"tight {seed}")
         needed = [theirs.block_manager.num_blocks_for(seq.num_tokens) for seq in theirs.swapped]
         watermark, num_left = rng.randint(1, 3), sum(needed[:2]) + rng.randint(0, 4)
         for scheduler in (mine, theirs):
@@ -370,9 +369,8 @@ def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: Mapping[
             if expected.preempted and not may_preempt:
                 break
             got = mine.schedule()
-            assert isinstance(got, SchedulerOutput), (
-                f"{said} Expected a SchedulerOutput, but got {got!r}. Look at what schedule returns."
-            )
+            if not isinstance(got, SchedulerOutput):
+                fail(f"{said} Expected a SchedulerOutput, but got {got!r}. Look at what schedule returns.")
             is_new = not any(got is output or got.scheduled is output.scheduled for output in earlier)
             new, look = (
                 "a new SchedulerOutput",
@@ -384,5 +382,3 @@ def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: Mapping[
             advance(expected)
             advance(got)
 
-
-# -- correct methods, in place of a learner's ------------------------------------------------------------------------

@@ -5,14 +5,14 @@ A learner's queues are lists sorted by `order`; the package's are `SequenceQueue
 
 from __future__ import annotations
 
-import random
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
+from minivllm.course.observations import Hint, expect, seeded
 from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput
@@ -22,8 +22,6 @@ STOP_TOKEN = 7
 _QUEUES = ("waiting", "running", "swapped")
 Outputs = tuple[SchedulerOutput, SchedulerOutput]
 """A step as the package's scheduler decided it, and as the learner's did."""
-Hint = str | Callable[[], str]
-"""Where to look, in words that follow "Look at"; a function finds them once they are needed."""
 
 
 class _Blocks(BlockSpaceManager):
@@ -53,7 +51,7 @@ def make_scene(
     longest_prompt: int = 9,
 ) -> Any:
     """A scheduler at work. The pairs are ranges: of sequences in each queue, of free device and host blocks, of tokens."""
-    rng = random.Random(seed)
+    rng = seeded(seed)
     counts = {"running": rng.randint(*running), "swapped": rng.randint(*swapped), "waiting": rng.randint(*waiting)}
     block_size, policy = rng.choice((2, 3, 4)), rng.choice(("fcfs", "priority"))
     mode = rng.choice(("recompute", "swap", "swap")) if mode == "any" else mode
@@ -218,30 +216,6 @@ def compare(said: str, theirs: Any, mine: Any, hints: Mapping[str, Hint], output
     for name, value in expected.items():
         if name != skip:
             expect(said, name, value, got[name], hints.get(name, _ALWAYS.get(name, f"what changes {name}")))
-
-
-def expect(said: str, what: str, expected: Any, got: Any, look: Hint) -> None:
-    """Unless the two are equal, raise an AssertionError that says what was expected, what was returned, and where to look.
-
-    Of two dicts only the first entry that differs is shown.
-    """
-    if expected == got:
-        return
-    if isinstance(expected, dict) and isinstance(got, dict):
-        name = next(name for name in [*expected, *got] if expected.get(name, _NOTHING) != got.get(name, _NOTHING))
-        what, expected, got = f"{what}, for {name!r}", expected.get(name, _NOTHING), got.get(name, _NOTHING)
-    look = look if isinstance(look, str) else look()
-    raise AssertionError(f"{said}\nExpected {what}: {_show(expected)}\nGot {what}: {_show(got)}\nLook at {look}.")
-
-
-_NOTHING = "nothing"
-
-
-def _show(value: Any) -> str:
-    """A value for a reader: a list of names or phrases without brackets and quotes."""
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return ", ".join(value) or "none"
-    return str(value)
 
 
 def describe(scheduler: Any) -> str:
