@@ -166,8 +166,8 @@ def expect_number(
 
 def show(value: Any) -> str:
     """A value for a reader: a list of names without brackets and quotes, and what is long is cut off."""
-    is_names = isinstance(value, list) and value and all(isinstance(item, str) for item in value)
-    text = ", ".join(value) if is_names else str(value)
+    is_names = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    text = (", ".join(value) or "none") if is_names else str(value)
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 10] + " …"
 
 

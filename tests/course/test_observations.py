@@ -79,7 +79,7 @@ def test_what_is_compared_is_seen_before_it_is_judged():
 def test_a_message_says_what_was_expected_what_came_and_where_to_look():
     with pytest.raises(AssertionError) as error:
         expect("A situation.", "queues", {"a": ["x", "y"], "b": []}, {"a": ["x", "y"], "b": ["z"]}, lambda: "the second queue")
-    assert str(error.value) == "A situation.\nExpected queues, for 'b': []\nGot queues, for 'b': z\nLook at the second queue."
+    assert str(error.value) == "A situation.\nExpected queues, for 'b': none\nGot queues, for 'b': z\nLook at the second queue."
     with pytest.raises(AssertionError) as error:
         expect_number("A situation.", "mean", 0.5, 1, "the divisor", {"the sum": 1.0, "the count": 2.0})
     assert str(error.value) == "A situation.\nExpected mean: 0.5\nGot mean: 1. That is the sum.\nLook at the divisor."
