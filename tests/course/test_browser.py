@@ -26,7 +26,7 @@ CELLS = (
 PLAYER, KNOBS, ONE_STEP = 1, 2, 3
 """Numbers of the cells."""
 
-pytestmark = [needs_chromium, pytest.mark.slow]
+pytestmark = [needs_chromium, pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -157,6 +157,7 @@ def is_seen(page, element):
     return box is not None and 0 <= box["y"] < height - 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LESSONS)
 def test_a_page_shows_an_answer_when_it_is_asked_for(browser, name, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp() / "pages"

@@ -120,6 +120,7 @@ def test_real_logits_that_are_wrong_name_the_language_and_the_module(cells):
         lesson_02.check_logits(*(namespace[name] for name in names))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_sample_of_small_mistakes_is_caught():
     """In a process of its own: torch's threads in this one would be waited for in each fork."""

@@ -5,7 +5,6 @@ Among the mistakes are those that other small engines made: see the names. `test
 
 from __future__ import annotations
 
-import pytest
 from lesson_checks import LessonChecks
 
 
@@ -14,7 +13,3 @@ class TestChecks(LessonChecks):
     points = 18
     says = ("Expected", "Got", "Look at")
     every = 7
-
-    @pytest.mark.long
-    def test_a_sample_of_small_mistakes_is_caught(self, pytestconfig):
-        super().test_a_sample_of_small_mistakes_is_caught(pytestconfig)

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from browser import ROOT, SCREENSHOTS, launch, needs_chromium, open_page, picture, run_all_cells, serve, sync_api
 
-pytestmark = [needs_chromium, pytest.mark.slow]
+pytestmark = [needs_chromium, pytest.mark.slow, pytest.mark.long]
 LESSONS = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
 SHOWN = "10"
 """The lesson that is run in a browser in any case: it has most kinds of widget."""

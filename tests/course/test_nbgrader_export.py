@@ -21,7 +21,7 @@ from minivllm.course.nbgrader_export import export_course
 from minivllm.entrypoints.cli.main import main
 from minivllm.errors import CourseError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 ROOT = Path(minivllm.__file__).parents[1]
 NAME = "99_adding"
 

@@ -145,6 +145,7 @@ def test_the_demo_shows_text_a_table_and_a_picture(capsys, monkeypatch, tmp_path
     assert (tmp_path / "static_vs_continuous.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_without_matplotlib_the_demo_runs_and_says_what_is_missing(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "NUM_REQUESTS", 4)

@@ -228,6 +228,7 @@ def test_an_api_server_that_was_stopped_for_a_while_goes_on_with_the_replicas_it
     assert "nothing was heard" not in served.log.read_text().removeprefix(before)
 
 
+@pytest.mark.long
 def test_an_api_server_that_dies_takes_only_its_own_connections_with_it(served):
     body = LONG | {"max_tokens": 80, "stream": True}
     ends = {}
@@ -265,6 +266,7 @@ def test_an_api_server_that_dies_takes_only_its_own_connections_with_it(served):
     assert all(post_alone(served, {"prompt": "Hi", "max_tokens": 2}).status_code == 200 for _ in range(12))
 
 
+@pytest.mark.long
 def test_running_requests_of_all_api_servers_finish_after_sigterm(served):
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         asked = [pool.submit(post_alone, served, LONG | {"max_tokens": 60}) for _ in range(12)]

@@ -150,6 +150,7 @@ def test_the_box_streams_an_answer_that_has_the_colour_of_its_blocks(open_page, 
     expect(page.locator("#running-count")).to_have_text("0")
 
 
+@pytest.mark.long
 def test_eight_at_once_share_the_steps(open_page):
     page = open_page()
     before = map_picture(page)
@@ -250,6 +251,7 @@ def test_a_paused_picture_stands_still_while_the_engine_goes_on(open_page, serve
 CURVES = "() => [...document.querySelectorAll('#charts canvas')].map((canvas) => canvas.toDataURL())"
 
 
+@pytest.mark.long
 def test_curves_stand_still_while_there_is_no_server_to_follow(open_page):
     page = open_page()
     send(page, "are you there", max_tokens=20)
@@ -280,6 +282,7 @@ def complete(server, num_prompts, max_tokens):
 CHIPS = "() => [...document.querySelectorAll('.sequence .chip')].map((chip) => [chip.innerText, getComputedStyle(chip).backgroundColor])"
 
 
+@pytest.mark.long
 def test_a_request_has_the_same_number_and_colour_in_every_window(open_page, server):
     first = open_page()
     send(first, "one request before the others, which the second window never sees", max_tokens=2)
@@ -324,6 +327,7 @@ def test_how_many_more_there_are_can_be_read(open_page, server, viewport):
         screenshot(page, f"dashboard_more_{viewport['width']}")
 
 
+@pytest.mark.long
 def test_it_keeps_up_with_64_that_run(open_page, server):
     page = open_page()
     with complete(server, 64, 150):
@@ -342,7 +346,7 @@ def test_it_keeps_up_with_64_that_run(open_page, server):
     assert gaps[-1] < 1000, "the tab never hangs"
 
 
-@pytest.mark.parametrize("viewport,name", [(NARROW, "narrow"), (WIDE, "wide")])
+@pytest.mark.parametrize("viewport,name", [(NARROW, "narrow"), pytest.param(WIDE, "wide", marks=pytest.mark.long)])
 @pytest.mark.parametrize("color_scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 def test_it_is_light_or_dark_and_fits_the_window(open_page, viewport, name, color_scheme):
     page = open_page(viewport, color_scheme)

@@ -27,6 +27,7 @@ async def becomes(condition):
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_answers_the_same_one_request_at_a_time(llm):
     params = SamplingParams(temperature=0, max_tokens=8)

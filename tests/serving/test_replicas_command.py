@@ -166,6 +166,7 @@ def test_a_coordinator_that_is_killed_is_started_again(served, expected):
     assert replicas(served)[0]["process_id"] != victim["process_id"]
 
 
+@pytest.mark.long
 def test_a_stopped_replica_loses_its_streams_and_comes_back(served, expected):
     wait_until_ready(served)
     process_id = replicas(served)[1]["process_id"]
