@@ -85,7 +85,12 @@ def _explain(error: BaseException) -> str:
     if not theirs:
         if isinstance(error, NameError):
             return f"{problem}. Run the cells above this one first."
-        return f"The check stopped at `{_line(in_check[-1])}`:{_show_innermost(places, in_check[-1])}\n{problem}"
+        hint = (
+            "\nSomething of yours is None here: look for a function or a branch without `return`."
+            if "NoneType" in problem
+            else ""
+        )
+        return f"The check stopped at `{_line(in_check[-1])}`:{_show_innermost(places, in_check[-1])}\n{problem}{hint}"
     shown = [f"  {_describe(place)}:\n      {_line(place)}" for place in theirs]
     if len(shown) > _MOST_FRAMES:
         left_out = f"  … {len(shown) - _MOST_FRAMES} more calls …"

@@ -381,4 +381,3 @@ def _check_schedule(cls: type, name: str, scene: dict[str, Any], hints: Mapping[
             earlier.append(got)
             advance(expected)
             advance(got)
-

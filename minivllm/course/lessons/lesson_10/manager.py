@@ -138,6 +138,10 @@ def check_find_cached_blocks(cls: Any) -> None:
         look = "where it stops (at the first block that is not known, and before the block with the last token), and what counts (all tokens, output too)"
         expect(said, "find_cached_blocks", scene.matched(), list(got), look)
         expect_unchanged(said, before, scene.manager, "find_cached_blocks")
+        scene.manager.gpu_allocator.forget_all()
+        again = list(scene.manager.find_cached_blocks(scene.seq))
+        look = "what is remembered: nothing, because blocks are evicted between two calls"
+        expect(f"{said} find_cached_blocks was called; then the cache was emptied.", "find_cached_blocks", [], again, look)
 
 
 def check_can_allocate(cls: Any) -> None:
