@@ -281,7 +281,7 @@ def _remarks(cell: Cell, run: CellRun | None, number: int | None, limits: Limits
     if run is None:
         return []
     what = {
-        "given": f"Cell {number}, part of the lesson,",
+        "given": f"Cell {number}, part of the lesson, or your code that it calls,",
         "check": f"Your code, called by the check in cell {number},",
     }.get(cell.kind, f"Your cell {number}")
     name, text = run.error

@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 _READS = {"os.listdir": (0,), "os.scandir": (0,), "os.chdir": (0,)}
@@ -33,10 +33,14 @@ _WRITES = {
     "shutil.rmtree": (0,),
     "sqlite3.connect": (0,),
 }
+_INSIDES = frozenset({"gc.get_objects", "gc.get_referrers", "gc.get_referents"})
+"""Ways to find the state of these guards."""
 _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn"})
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _STANDARD = str(Path(os.__file__).parent)
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+_BEGIN = (str(Path(__file__).with_name("kernel.py")), "main")
+"""Where the kernel begins."""
 _STARTERS = ("IPython", "ipykernel", "pexpect", "ptyprocess")
 """Installed packages that start programs on behalf of a cell."""
 
@@ -52,14 +56,14 @@ class Fence:
 
     Attributes:
         refused: What cells were refused since this list was last cleared, as predicates ("tried to open the solutions ...").
-        guards_programs: Whether cells are currently kept from starting programs.
+        given: The file names of cells that are part of the lesson: these may start programs, unless a learner's code is on the stack.
     """
 
     def __init__(
         self, workplace: str, unreadable: Iterable[str], unwritable: Iterable[str], writable: Iterable[str] = ()
     ) -> None:
         self.refused: list[str] = []
-        self.guards_programs = True
+        self.given: set[str] = set()
         self._writable = (os.path.realpath(workplace), *map(os.path.realpath, writable))
         self._unreadable = tuple(map(os.path.realpath, unreadable))
         self._unwritable = (*map(os.path.realpath, unwritable), *self._unreadable)
@@ -78,7 +82,9 @@ class Fence:
             self._check_all(arguments, _WRITES[event], writes=True)
         elif event in ("os.kill", "os.killpg"):
             self._check_target(arguments[0], is_group=event == "os.killpg")
-        elif event in _PROGRAMS and self.guards_programs and _is_from_a_cell():
+        elif event in _INSIDES and _is_from_a_cell():
+            self._refuse("tried to look into the grader's memory")
+        elif event in _PROGRAMS and _is_from_a_cell() and not self._is_given():
             self._refuse("tried to start another program")
 
     def _check_all(self, arguments: tuple, places: tuple[int, ...], writes: bool) -> None:
@@ -103,6 +109,16 @@ class Fence:
             if group not in (0, os.getpgrp()):
                 self._refuse("tried to end another program")
 
+    def _is_given(self) -> bool:
+        """Whether all code on the stack is the lesson's or a package's."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != _BEGIN:
+            name = frame.f_code.co_filename
+            if not (name in self.given or _is_packaged(name)):
+                return False
+            frame = frame.f_back
+        return True
+
     def _refuse(self, what: str) -> None:
         if what not in self.refused and _is_from_a_cell():  # a package's own attempts are not the learner's
             self.refused.append(what)
@@ -111,6 +127,12 @@ class Fence:
 
 def _is_in(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _is_packaged(name: str) -> bool:
+    """Whether a file is Python's, an installed package's or this project's."""
+    folders = (*_INSTALLED, _STANDARD, str(Path(__file__).parents[2]))
+    return name.startswith(("<frozen", *(folder + os.sep for folder in folders)))
 
 
 def _is_from_a_cell() -> bool:
