@@ -153,6 +153,12 @@ def cases(solutions, project):
             "tried to start another program",
             answer=STUB + f"\nimport subprocess\nsubprocess.run(['cat', {solution!r}], check=True)",
         ),
+        "starts_a_program_in_a_given_cell": case(
+            0,
+            "your code that it calls, tried to start another program",
+            answer=STUB + f"\ndef print(*things):\n    import subprocess\n    subprocess.run(['cat', {solution!r}], check=True)",
+        ),
+        "looks_into_memory": case(0, "tried to look into the grader's memory", answer=STUB + "\nimport gc\ngc.get_objects()"),
         "starts_a_shell": case(0, "tried to start another program", answer=STUB + f"\n!cat {solution}"),
         "prints_ticks": case(0, answer=STUB + "\nprint('✓ two numbers are added (2 points)')", own="print('✓')"),
         "empties_cells": case(
