@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.lesson_07.situations import count_tokens
 from minivllm.course.observations import expect, fail, seeded
+from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace, StepRecord
 from minivllm.sampling_params import SamplingParams
 from minivllm.simulation.engine import make_simulated_engine
+
+_MOST_STEPS = 5000
 
 if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM
@@ -34,7 +38,8 @@ def check_decisions(cls: type, seed: int = 0) -> EngineTrace:
     for number, options in enumerate(runs):
         expected, trace = (run_simulated(maker, f"run {seed} {number}", options) for maker in (Scheduler, cls))
         said = f"Forty requests with {', '.join(f'{name}={value!r}' for name, value in options.items()) or 'FCFS and recompute'}."
-        _compare_steps(said, expected, trace)
+        looks = {name: look for name, (_, look) in _OBSERVED.items()}
+        compare_steps(said, describe_steps(expected), describe_steps(trace), looks, "what `update` does when a sequence ends")
     assert trace is not None
     return trace
 
@@ -72,19 +77,22 @@ def check_text(llm: LLM) -> list[str]:
     return mine[0]
 
 
-def _compare_steps(said: str, expected: EngineTrace, got: EngineTrace) -> None:
-    """Raise an AssertionError about the first step in which the learner's run differs from the package's, if there is one."""
+def compare_steps(
+    said: str, expected: list[dict[str, Any]], got: list[dict[str, Any]], looks: str | Mapping[str, str], at_the_end: str
+) -> None:
+    """Raise an AssertionError about the first step in which the learner's run differs from the package's, if there is one.
+
+    Args:
+        said: The situation.
+        expected, got: Of each step, what is compared: see `describe_steps`.
+        looks: Where to look, for all that is compared or for each.
+        at_the_end: Where to look if one run has more steps.
+    """
     for number, (theirs, mine) in enumerate(zip(expected, got, strict=False)):
-        said_step = f"{said} Step {number}, a {theirs.phase} step with the package's scheduler, is the first that differs."
-        for name, (observe, look) in _OBSERVED.items():
-            expect(said_step, name, observe(theirs), observe(mine), look)
-    expect(
-        f"{said} All steps that both took are the same.",
-        "steps",
-        len(expected),
-        len(got),
-        "what `update` does when a sequence ends",
-    )
+        for name, value in theirs.items():
+            look = looks if isinstance(looks, str) else looks[name]
+            expect(f"{said} Step {number} is the first that differs.", name, value, mine.get(name), look)
+    expect(f"{said} All steps that both took are the same.", "steps", len(expected), len(got), at_the_end)
 
 
 _OBSERVED: dict[str, tuple[Callable[[StepRecord], Any], str]] = {
@@ -131,21 +139,53 @@ def run_simulated(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
     engine = make_simulated_engine(
         scheduler=cls, max_model_len=120, max_num_batched_tokens=160, **{"num_gpu_blocks": 40, "block_size": 4, **options}
     )
-    trace = engine.start_trace()
     lengths = [(rng.randint(1, 60), rng.randint(1, 50)) for _ in range(40)]
-    for number, (prompt_len, output_len) in enumerate(lengths):
+
+    def add(number: int) -> None:
+        prompt_len, output_len = lengths[number]
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
         engine.add_request(f"{number}", [number + 1] * prompt_len, params, priority=rng.randint(0, 2))
+
+    look = "what each is waiting for: a place, blocks, or a `schedule` that forgets it"
+    return run_forty(engine, add, rng, f"Forty requests with {options or 'FCFS and recompute'}.", look)
+
+
+def run_forty(
+    engine: LLMEngine,
+    add: Callable[[int], None],
+    rng: random.Random,
+    said: str,
+    look: str,
+    caught: tuple[type[Exception], ...] = (),
+) -> EngineTrace:
+    """Add forty requests while the engine runs, abort a few, and run it to the end.
+
+    Args:
+        engine: Simulated.
+        add: Adds the request of a number, which is its id.
+        rng: Says when.
+        said: The situation.
+        look: Where to look if a step raises one of the errors in `caught`, or the engine never ends.
+    """
+
+    def step() -> None:
+        try:
+            engine.step()
+        except NotImplementedError:
+            raise
+        except caught as error:
+            fail(f"{said}\nExpected: a step\nGot: {error!r}\nLook at {look}.")
+
+    trace = engine.start_trace()
+    for number in range(40):
+        add(number)
         if number % 9 == 8:
             engine.abort_request(f"{rng.randrange(number)}")
         for _ in range(rng.randint(0, 8)):
-            engine.step()
-    for _ in range(5000):
+            step()
+    for _ in range(_MOST_STEPS):
         if not engine.has_unfinished_requests():
             return trace
-        engine.step()
-    fail(
-        f"Forty requests with {options or 'FCFS and recompute'}.\nExpected unfinished requests after 5,000 further steps: 0\n"
-        f"Got unfinished requests after 5,000 further steps: {len(engine.scheduler.requests)}\nLook at what each is waiting for: a place, blocks, "
-        f"or a `schedule` that forgets it."
-    )
+        step()
+    unfinished = f"unfinished requests after {_MOST_STEPS:,} further steps"
+    fail(f"{said}\nExpected {unfinished}: 0\nGot {unfinished}: {len(engine.scheduler.requests)}\nLook at {look}.")

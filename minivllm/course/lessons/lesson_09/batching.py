@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.static_batching import StaticBatchScheduler
-from minivllm.course.lessons.lesson_07.engine import describe_steps
+from minivllm.course.lessons.lesson_07.engine import compare_steps, describe_steps, run_forty
 from minivllm.course.observations import expect, fail, rounds, seeded
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
@@ -17,8 +17,6 @@ from minivllm.simulation.engine import make_simulated_engine
 
 if TYPE_CHECKING:
     from minivllm.entrypoints.llm import LLM
-
-_MOST_STEPS = 4000
 
 
 def _check_own(cls: Any) -> None:
@@ -105,37 +103,14 @@ RUNS: tuple[dict[str, Any], ...] = (
 
 def run_static(cls: Any, seed: str, options: dict[str, Any]) -> EngineTrace:
     """Run a random workload in a simulated engine."""
-    rng = seeded(seed)
-    engine = make_simulated_engine(
-        scheduler=cls, max_model_len=120, **{"num_gpu_blocks": 60, "block_size": 4, "max_num_batched_tokens": 160, **options}
+    rng, defaults = seeded(seed), {"num_gpu_blocks": 60, "block_size": 4, "max_num_batched_tokens": 160}
+    engine = make_simulated_engine(scheduler=cls, max_model_len=120, **defaults | options)
+    look = "`may_join`: a member that was preempted waits again, and must be let in again; and at when a batch is over"
+    said = f"Forty requests with {options or 'the usual limits'}."
+    errors = (RuntimeError, AttributeError, TypeError)
+    return run_forty(
+        engine, lambda number: add(engine, f"{number}", rng.randint(1, 60), rng.randint(1, 50)), rng, said, look, errors
     )
-    trace = engine.start_trace()
-    for number in range(40):
-        add(engine, f"{number}", rng.randint(1, 60), rng.randint(1, 50))
-        if number % 9 == 8:
-            engine.abort_request(f"{rng.randrange(number)}")
-        for _ in range(rng.randint(0, 8)):
-            _step(engine, options)
-    for _ in range(_MOST_STEPS):
-        if not engine.has_unfinished_requests():
-            return trace
-        _step(engine, options)
-    fail(
-        f"Forty requests with {options or 'the usual limits'}.\nExpected unfinished requests after {_MOST_STEPS:,} further steps: 0\nGot: "
-        f"{len(engine.scheduler.requests)}\nLook at `may_join`: a member that was preempted waits again, and must be let in again."
-    )
-
-
-def _step(engine: LLMEngine, options: dict[str, Any]) -> None:
-    try:
-        engine.step()
-    except NotImplementedError:
-        raise
-    except (RuntimeError, AttributeError, TypeError) as error:
-        raise AssertionError(
-            f"Forty requests with {options or 'the usual limits'}.\nExpected: a step\nGot: {error!r}\n"
-            "Look at `may_join`: a member that was preempted waits again, and must be let in again; and at when a batch is over."
-        ) from error
 
 
 def check_decisions(cls: Any) -> None:
@@ -144,11 +119,8 @@ def check_decisions(cls: Any) -> None:
     for number, options in enumerate(RUNS):
         expected, got = (run_static(maker, f"static run {number}", options) for maker in (StaticBatchScheduler, cls))
         said = f"Forty requests with {', '.join(f'{name}={value!r}' for name, value in options.items()) or 'the usual limits'}."
-        for step, (theirs, mine) in enumerate(zip(describe_steps(expected), describe_steps(got), strict=False)):
-            for name, value in theirs.items():
-                look = "which sequences are members (also while preempted or swapped out), and when the next batch is formed"
-                expect(f"{said} Step {step} is the first that differs.", name, value, mine[name], look)
-        expect(f"{said} All steps that both took are the same.", "steps", len(expected), len(got), "when a batch ends")
+        look = "which sequences are members (also while preempted or swapped out), and when the next batch is formed"
+        compare_steps(said, describe_steps(expected), describe_steps(got), look, "when a batch ends")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.budget import BudgetScheduler
-from minivllm.course.lessons.lesson_07.engine import describe_steps
+from minivllm.course.lessons.lesson_07.engine import compare_steps, describe_steps, run_forty
 from minivllm.course.observations import expect, seeded
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
@@ -254,37 +254,13 @@ def _check_nobody_joins_after_a_preemption(cls: Any) -> None:
         expect(said, "waiting", before, after, "when admit is called: not in a step with a preemption (output.preempted)")
 
 
-def _step(engine: LLMEngine) -> None:
-    try:
-        engine.step()
-    except NotImplementedError:
-        raise
-    except (RuntimeError, AttributeError, TypeError, KeyError, IndexError) as error:
-        running, waiting = (len(getattr(engine.scheduler, name)) for name in ("running", "waiting"))
-        raise AssertionError(
-            f"A workload of chats; {running} run, {waiting} wait.\nExpected: a step\nGot: {error!r}\nLook at what each waits for, and at what the methods return."
-        ) from error
-
-
 def run_chats(scheduler_cls: Any, manager_cls: Any, seed: str) -> EngineTrace:
     """A random workload of chats in a simulated engine."""
     rng = seeded(seed)
-    engine = make_engine(scheduler_cls, manager_cls, rng)
-    trace = engine.start_trace()
-    chats = Chats(rng)
-    for _ in range(40):
-        chats.add_to([engine])
-        if rng.random() < 0.1:
-            engine.abort_request(f"{rng.randrange(chats.number)}")
-        for _ in range(rng.randint(0, 8)):
-            _step(engine)
-    for _ in range(5000):
-        if not engine.has_unfinished_requests():
-            return trace
-        _step(engine)
-    raise AssertionError(
-        f"Forty requests.\nExpected unfinished requests after 5,000 further steps: 0\nGot: {len(engine.scheduler.requests)}\nLook at what each is waiting for: a place, budget, or blocks."
-    )
+    engine, chats = make_engine(scheduler_cls, manager_cls, rng), Chats(rng)
+    look = "what each waits for (a place, budget, or blocks), and at what the methods return"
+    errors = (RuntimeError, AttributeError, TypeError, KeyError, IndexError)
+    return run_forty(engine, lambda number: chats.add_to([engine]), rng, "Forty requests of chats.", look, errors)
 
 
 def observations_of(trace: EngineTrace) -> list[Any]:
@@ -301,13 +277,5 @@ def check_decisions(scheduler_cls: Any, manager_cls: Any) -> None:
         seed = f"chats {number}"
         expected, got = observations_of(run_chats(Scheduler, BlockSpaceManager, seed)), observations_of(run_chats(*classes, seed))
         said = f"Forty requests of chats, with {' and '.join(cls.__name__ for cls in classes)}."
-        for step, (theirs, mine) in enumerate(zip(expected, got, strict=False)):
-            for name, value in theirs.items():
-                expect(
-                    f"{said} Step {step} is the first that differs.",
-                    name,
-                    value,
-                    mine.get(name),
-                    "the checks above, and what happens between two steps: freeing, evicting, matching",
-                )
-        expect(f"{said} All steps that both took are the same.", "steps", len(expected), len(got), "when a request ends")
+        look = "the checks above, and what happens between two steps: freeing, evicting, matching"
+        compare_steps(said, expected, got, look, "when a request ends")
