@@ -91,12 +91,15 @@ def draw_step_tokens(traces: Mapping[str, EngineTrace], start: float, end: float
     return figure
 
 
-def draw_waits(traces: Mapping[str, EngineTrace], marked: Mapping[str, Collection[str]] | None = None) -> Figure:
+def draw_waits(
+    traces: Mapping[str, EngineTrace], marked: Mapping[str, Collection[str]] | None = None, mark: str = "marked"
+) -> Figure:
     """Draw each request's time to first token, in order of arrival: a panel per trace.
 
     Args:
         traces: A name for each trace.
         marked: Ids of requests to mark, by the name of the trace.
+        mark: What the legend calls them.
     """
     rows = -(-len(traces) // 2)
     figure = Figure(figsize=(WIDTH, 0.5 + 1.7 * rows), layout="constrained")
@@ -106,7 +109,9 @@ def draw_waits(traces: Mapping[str, EngineTrace], marked: Mapping[str, Collectio
         axes.bar(range(len(waits)), list(waits.values()), width=0.9, color=REQUEST_COLORS[0])
         points = [(i, wait) for i, (request_id, wait) in enumerate(waits.items()) if request_id in (marked or {}).get(name, ())]
         if points:
-            axes.plot(*zip(*points, strict=True), "D", color=REQUEST_COLORS[5], markersize=4, markeredgecolor="white", zorder=3)
+            look = {"color": REQUEST_COLORS[5], "markersize": 4, "markeredgecolor": "white", "zorder": 3, "label": mark}
+            axes.plot(*zip(*points, strict=True), "D", **look)
+            axes.legend(frameon=False, fontsize=9, loc="upper right")
         axes.set_title(name, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel("request, in the order of arrival", fontsize=9)

@@ -47,7 +47,9 @@ def draw_rows(
         title: Above the figure.
         names: Of the rows; their numbers if empty.
     """
-    figure = new_figure(max(1.5, 0.9 + 0.27 * len(rows)), title, left=0.75 if not names else 1.9, top=0.35)
+    figure = new_figure(
+        max(1.5, 0.9 + 0.27 * len(rows)), title, left=max(0.75, 0.3 + 0.08 * max(map(len, names), default=0)), top=0.35
+    )
     axes = figure.subplots()
     longest = max((sum(length for _, length in row) for row in rows), default=1)
     kinds = [kind for kind in LOOKS if any(kind == other for row in rows for other, _ in row)]

@@ -215,7 +215,7 @@ def _paint_batch(
         places, below = [(i, -0.03 * highest) for i in range(len(parts))], [_shorten(names[part.key], room) for part in parts]
         axes.add_collection(Labels(axes, places, below, 7, align=(0.5, 1.3)), autolim=False)
     handles = [look_patch(STATE_LOOKS[action]) for action in computed if computed[action] or action != "rejected"]
-    handles.append(Patch(facecolor=tint(NEUTRAL, _CACHED), edgecolor=INK, linewidth=0.4, label="already cached"))
+    handles.append(Patch(facecolor=tint(NEUTRAL, _CACHED), edgecolor=INK, linewidth=0.4, label="computed before"))
     add_legend(axes, handles)
     axes.get_legend().set_bbox_to_anchor((0.055, 1.0), transform=axes.transAxes)
     axes.text(-0.043, 1.1, f"batch: {len(parts)}", transform=axes.transAxes, fontsize=9, weight="bold", va="center")
