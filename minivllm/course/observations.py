@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 
 Hint = str | Callable[[], str]
 """Where to look; a function if it takes long to find out."""
-NEAR, TOLERANCE = "near", 0.02
-"""The name under which numbers are kept that may be rounded, and by how much they may differ, relative to the largest."""
+NEAR, WITHIN = "near", "within"
+"""The names under which numbers are kept that may be rounded, and by how much they may differ."""
 _MOST_SHOWN = 700
 _NOTHING = "nothing"
 
@@ -91,11 +91,12 @@ def see(value: Any) -> None:
         _recording.observations.append(plain(value))
 
 
-def see_numbers(got: Any, *, largest: float) -> None:
-    """Keep numbers, which may differ a little from those of another right answer, relative to the largest."""
+def see_numbers(got: Any, *, largest: float, tolerance: float) -> None:
+    """Keep numbers that may be rounded: a right answer differs from the exact one by the tolerance at most, relative to the largest."""
     if _recording is not None:
-        numbers = [round(float(number) / (largest or 1.0), 4) for number in got]
-        _recording.observations.append({NEAR: [number if math.isfinite(number) else str(number) for number in numbers]})
+        numbers = [float(number) / (largest or 1.0) for number in got]
+        shown = [number if math.isfinite(number) else str(number) for number in numbers]
+        _recording.observations.append({NEAR: shown, WITHIN: 2.5 * tolerance})  # two right answers differ by twice as much
 
 
 def fail(message: str) -> NoReturn:
@@ -150,7 +151,7 @@ def expect_number(
     is_number = isinstance(got, Real)
     see([what, type(got).__name__ if not is_number else None])
     if is_number:
-        see_numbers([got], largest=abs(expected))
+        see_numbers([got], largest=max(1.0, abs(expected)), tolerance=tolerance)
     if is_number and math.isclose(expected, got, rel_tol=tolerance, abs_tol=tolerance):
         return
     names = [

@@ -235,9 +235,12 @@ def test_a_difference_is_shown_short():
 
 
 def test_numbers_may_be_rounded_where_a_check_says_so():
-    assert find_difference('[["x", {"near": [0.5, "nan"]}]]', '[["x", {"near": [0.505, "nan"]}]]') is None
-    for other in ('{"near": [0.55, "nan"]}', '{"near": [0.5, 1]}', '{"near": [0.5]}', "[0.5, null]"):
-        assert find_difference('[["x", {"near": [0.5, "nan"]}]]', f'[["x", {other}]]')
+    def near(numbers, within=0.01):
+        return json.dumps([["x", {"near": numbers, "within": within}]])
+
+    assert find_difference(near([0.5, "nan"]), near([0.505, "nan"])) is None
+    for other in (near([0.55, "nan"]), near([0.55, "nan"], 9), near([0.5, 1]), near([0.5]), '[["x", [0.5, null]]]'):
+        assert find_difference(near([0.5, "nan"]), other)
 
 
 # -- tricks: cells added to an untouched exercise ---------------------------------------------------------------------

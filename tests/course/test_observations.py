@@ -69,10 +69,10 @@ def test_what_is_compared_is_seen_before_it_is_judged():
             require(1, 2, "a sentence")
         with pytest.raises(AssertionError, match="stopped"):
             fail("stopped")
-        see_numbers([0.5, float("nan")], largest=2.0)
+        see_numbers([0.5, float("nan")], largest=2.0, tolerance=0.1)
         expect_number("A situation.", "mean", 0.5, 0.5, "it")
         expect_close("A situation.", "x", torch.ones(2), torch.ones(2), "it")
-    assert json.loads(seen.to_json())[:4] == [["number", 4], 2, "failed", {"near": [0.25, "nan"]}]
+    assert json.loads(seen.to_json())[:4] == [["number", 4], 2, "failed", {"near": [0.25, "nan"], "within": 0.25}]
     see("nobody is looking")
 
 

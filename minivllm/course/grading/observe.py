@@ -18,7 +18,7 @@ from operator import index
 from typing import Any
 
 from minivllm.course.grading.submissions import Lesson
-from minivllm.course.observations import NEAR, TOLERANCE
+from minivllm.course.observations import NEAR, WITHIN
 
 _MOST_SHOWN = 150
 
@@ -84,9 +84,9 @@ def find_difference(expected: str, observations: str) -> str | None:
 
 def _differ(wanted: Any, got: Any) -> bool:
     """Whether two observations differ; 3.0 and True are as good as 3 and 1, and numbers may be rounded where the check says so."""
-    if isinstance(wanted, dict) and wanted.keys() == {NEAR} and isinstance(got, dict) and got.keys() == {NEAR}:
+    if isinstance(wanted, dict) and isinstance(got, dict) and wanted.keys() == got.keys() == {NEAR, WITHIN}:
         pairs = zip(wanted[NEAR], got[NEAR], strict=True)
-        return any(a != b if isinstance(a, str) else abs(a - b) > TOLERANCE for a, b in pairs)
+        return any(a != b if isinstance(a, str) else not abs(a - b) <= wanted[WITHIN] for a, b in pairs)
     if isinstance(wanted, list) and isinstance(got, list):
         return len(wanted) != len(got) or any(map(_differ, wanted, got))
     return bool(wanted != got)

@@ -35,7 +35,7 @@ def expect_close(
     hint = None if is_right else next((hint for wrong, hint in suspects if is_suspect(wrong, expected, got, tolerance)), None)
     expect(said, f"shape of {what}", list(expected.shape), list(got.shape), hint or f"the shapes on the way to {what}")
     expect(said, f"dtype of {what}", str(expected.dtype), str(got.dtype), f"the dtypes on the way to {what}")
-    see_tensor(expected, got)
+    see_tensor(expected, got, tolerance)
     if is_right:
         return
     difference = (expected.detach().double() - got.detach().double()).abs().nan_to_num(nan=torch.inf)
@@ -46,14 +46,14 @@ def expect_close(
     raise AssertionError(f"{said}\nExpected {where}: {wanted:.5g}\nGot {where}: {came:.5g}\nLook at {hint}.")
 
 
-def see_tensor(expected: Tensor, got: Tensor) -> None:
+def see_tensor(expected: Tensor, got: Tensor, tolerance: float) -> None:
     """Let the grader see numbers of a tensor: all of a small one, and some of a large one, in no regular pattern."""
     right, mine = expected.detach().double().flatten(), got.detach().double().flatten()
     if len(mine) > _MOST_SEEN:
         places = torch.randperm(len(mine), generator=torch.Generator().manual_seed(len(mine)))[:_MOST_SEEN]
         mine = mine[places]
     finite = right[right.isfinite()]
-    see_numbers(mine.tolist(), largest=float(finite.abs().max()) if len(finite) else 1.0)
+    see_numbers(mine.tolist(), largest=max(1.0, float(finite.abs().max()) if len(finite) else 1.0), tolerance=tolerance)
 
 
 def is_close(expected: Tensor, got: Tensor, tolerance: float = 1e-4) -> bool:

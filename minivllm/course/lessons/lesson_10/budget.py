@@ -9,7 +9,7 @@ from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.budget import BudgetScheduler
 from minivllm.course.lessons.lesson_07.engine import compare_steps, describe_steps, run_forty
-from minivllm.course.observations import expect, seeded
+from minivllm.course.observations import expect, fail, seeded
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.sampling_params import SamplingParams
@@ -223,7 +223,7 @@ def check_admit(cls: Any) -> None:
         said = f"schedule(). Before: {describe(theirs)}"
         outputs = Scheduler.schedule(theirs), cls.schedule(mine)
         if not isinstance(outputs[1], SchedulerOutput):
-            raise AssertionError(f"{said}\nExpected: a SchedulerOutput\nGot: {outputs[1]!r}\nLook at what schedule returns.")
+            fail(f"{said}\nExpected: a SchedulerOutput\nGot: {outputs[1]!r}\nLook at what schedule returns.")
         compare(said, theirs, mine, outputs)
     _check_nobody_joins_after_a_preemption(cls)
 

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from minivllm.core.block_allocator import BlockAllocator
-from minivllm.course.observations import expect, rounds, see, seeded
+from minivllm.course.observations import expect, fail, require, rounds, see, seeded
 
 # -- hashes ----------------------------------------------------------------------------------------------------------
 
@@ -53,38 +53,39 @@ def check_hash_blocks(hash_blocks: Any) -> None:
             given = list(tokens)
             got = hash_blocks(given, size, salt) if salt is not None else hash_blocks(given, size)
             expect(said, "tokens of the caller afterwards", tokens, given, "what changes the list that was given")
-            assert isinstance(got, list | tuple), f"{said}\nExpected: a list\nGot: {got!r}\nLook at what is returned."
+            if not isinstance(got, list | tuple):
+                fail(f"{said}\nExpected: a list\nGot: {got!r}\nLook at what is returned.")
             expect(said, "hashes", len(tokens) // size, len(got), "which blocks are full: tokens that fill no block have no hash")
             for i, block_hash in enumerate(got):
                 try:
                     hash(block_hash)
                 except TypeError:
-                    raise AssertionError(
-                        f"{said}\nExpected: hashes that can be keys of a dict\nGot: {block_hash!r:.100}\nLook at what a hash is made of: bytes, a string or a number will do."
-                    ) from None
+                    kinds = "hashes that can be keys of a dict"
+                    look = "what a hash is made of: bytes, a string or a number will do"
+                    fail(f"{said}\nExpected: {kinds}\nGot: {block_hash!r:.100}\nLook at {look}.")
                 longest = max(longest, _num_bits(block_hash))
-                key = (salt, tuple(tokens[: (i + 1) * size]))
-                first = seen.setdefault(key, block_hash)
+                first = seen.setdefault((salt, tuple(tokens[: (i + 1) * size])), block_hash)
                 see(numbers.setdefault(block_hash, len(numbers)))
                 look = "where chance, or anything but salt and tokens, comes in"
-                assert first == block_hash, (
-                    f"{said}\nExpected hash {i}: the same as of the same tokens before\nGot: another one\nLook at {look}."
-                )
+                another = f"{said}\nExpected hash {i}: the same as of the same tokens before\nGot: another one\nLook at {look}."
+                require(True, first == block_hash, another)
         for (one, hash_of_one), (two, hash_of_two) in itertools.combinations(seen.items(), 2):
             if hash_of_one == hash_of_two:
-                raise AssertionError(
+                fail(
                     f"Blocks of {size} tokens.\nExpected: different hashes for the blocks that end {_show(one)} and {_show(two)}\nGot: the same hash\n"
                     "Look at what goes into a hash: the salt, the hash of the block before, and the block's tokens, each distinguishable from the next."
                 )
-    assert longest > 120, (
+    require(
+        True, longest > 120,
         f"Hashes of a few thousand blocks.\nExpected: 128 bits or more\nGot: at most {longest} bits\n"
-        "Look at how the hash is made: hashlib's are long enough if they are kept whole; with 64 bits, as Python's own `hash` has, an attacker can find two texts with the same."
-    )
+        "Look at how the hash is made: hashlib's are long enough if they are kept whole; with 64 bits, as Python's own `hash` has, an attacker can find two texts with the same.",
+    )  # fmt: skip
     sizes = [len(repr(block_hash)) for block_hash in hash_blocks(list(range(100, 110)), 1)]
-    assert max(sizes) < 1.5 * min(sizes) + 20, (
+    require(
+        True, max(sizes) < 1.5 * min(sizes) + 20,
         f"hash_blocks of ten blocks.\nExpected: hashes of a constant size\nGot: from {min(sizes)} to {max(sizes)} characters\n"
-        "Look at what is kept of the block before: its hash, not all of its tokens."
-    )
+        "Look at what is kept of the block before: its hash, not all of its tokens.",
+    )  # fmt: skip
 
 
 def _num_bits(block_hash: Any) -> int:
@@ -177,9 +178,9 @@ def check_pool(cls: Any) -> None:
             mine = run_pool(pool, seeded(f"pool {number}"), num_blocks, num_calls)
         except (IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
             calls = ", ".join(call for call, _, _ in theirs[:12])
-            raise AssertionError(
+            fail(
                 f"A pool of {num_blocks} blocks. Calls like {calls} …\nExpected: no error, but for an IndexError of allocate() when no block is free\nGot: {error!r}\nLook at blocks that are free, or hold nothing, when a method is called."
-            ) from error
+            )
         for place, ((call, expected, state), (_, got, my_state)) in enumerate(zip(theirs, mine, strict=True)):
             before = ", ".join(call for call, _, _ in theirs[:place]) or "nothing"
             said = f"A pool of {num_blocks} blocks. Before: {before}. Now: {call}."
