@@ -89,9 +89,9 @@ def compare_steps(
         at_the_end: Where to look if one run has more steps.
     """
     for number, (theirs, mine) in enumerate(zip(expected, got, strict=False)):
+        step = f"{said} Step {number}, a {theirs['phase']} step with the package's scheduler, is the first that differs."
         for name, value in theirs.items():
-            look = looks if isinstance(looks, str) else looks[name]
-            expect(f"{said} Step {number} is the first that differs.", name, value, mine.get(name), look)
+            expect(step, name, value, mine.get(name), looks if isinstance(looks, str) else looks[name])
     expect(f"{said} All steps that both took are the same.", "steps", len(expected), len(got), at_the_end)
 
 
