@@ -26,8 +26,6 @@ from minivllm.errors import ConfigError
 
 _DATA = files("minivllm.bench") / "data"
 """The traces that come with the package."""
-
-
 HASHED_BLOCK_SIZE = 512
 """Tokens per hash in Mooncake's trace."""
 
@@ -54,12 +52,12 @@ class HashedRequest(NamedTuple):
 
 def load_conversation_trace() -> list[TracedRequest]:
     """Azure's 19,366 requests, in the order of their arrival."""
-    return load_trace("azure_2023_conversation.csv.gz")
+    return load_trace(str(_DATA / "azure_2023_conversation.csv.gz"))
 
 
 def load_mooncake_trace() -> list[HashedRequest]:
     """Kimi's 12,031 requests, in the order of their arrival."""
-    return load_trace("mooncake_conversation.jsonl.gz")
+    return load_trace(str(_DATA / "mooncake_conversation.jsonl.gz"))
 
 
 def load_trace(name: str) -> list[Any]:

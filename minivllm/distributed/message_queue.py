@@ -1,7 +1,8 @@
 """Messages from one process to others of the same machine: written once into shared memory, however many read them.
 
 The memory is a ring of slots; a long message takes several. The writer counts the slots it has filled, and each reader those it has read,
-where the other side can see it. A byte through a pipe wakes a sleeping reader; the pipe also tells each side when the other has ended. Mirrors `MessageQueue` of `vllm/distributed/device_communicators/shm_broadcast.py`, whose readers spin.
+where the other side can see it. A byte through a pipe wakes a sleeping reader; the pipe also tells each side when the other has ended.
+Mirrors `MessageQueue` of `vllm/distributed/device_communicators/shm_broadcast.py`, whose readers spin.
 """
 
 from __future__ import annotations

@@ -195,7 +195,9 @@ class LLMEngine:
             ConfigError: It runs in another process.
         """
         if not isinstance(self.engine_core, InprocClient):
-            raise ConfigError("The engine core runs in another process, out of reach: make the engine with in_process=True.")
+            raise ConfigError(
+                "The engine core runs in another process, out of reach: use one engine in this process (in_process=True, data_parallel_size=1)."
+            )
         return self.engine_core.core
 
     @property

@@ -123,7 +123,7 @@ class Metrics:
         num_engines: How many replicas there are.
         client_index, client_count: Which of the API servers this is, and how many there are. If there are several, metrics add up over all of
             them, which write to the folder that `SHARED_METRICS` names. Process metrics are left out then: they would be those of the server
-            that happens to answer. The first one tells of the engines.
+            that happens to answer. Only the first reports the engines' gauges.
 
     Attributes:
         stats_by_engine: The state of each engine's scheduler after its latest step.
@@ -197,9 +197,11 @@ class Metrics:
             self._count("num_preemptions", engine_index, max(0, stats.num_preemptions - known.num_preemptions))
 
     def set_idle(self) -> None:
-        """No engine is left, and with them what they had; their counts stay."""
+        """No engine is left: set the gauges to idle and keep the counts."""
         for engine_index, stats in self.stats_by_engine.items():
             self.set_stats(engine_index, stats.when_idle())
+            if self._tells_of_engines:
+                self._set("engine_ready", engine_index, 0)
 
     def tokens_per_second(self, engine_index: int) -> float:
         """How fast an engine has generated in the last two seconds."""
@@ -249,7 +251,7 @@ class Metrics:
             self._observe("iteration_tokens_total", engine_index, num_tokens)
 
     def _record_output(self, state: RequestState, now: float, step_end: float) -> int:
-        """Returns how many tokens were added; at the first one, those of the prompt that were computed, too."""
+        """Returns the number of tokens added; with the first, the computed prompt tokens, too."""
         times, engine = self._times.setdefault(state, RequestTimes()), state.engine_index
         num_new = num_prompt = 0
         for index, text in state.texts.items():

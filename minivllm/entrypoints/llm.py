@@ -99,6 +99,9 @@ class LLM:
     def describe_model(self) -> str:
         """How the model's layers run, in words: as written, in compiled kernels on a CPU, or as CUDA graphs.
 
+        Raises:
+            ConfigError: There are several replicas, which run in other processes.
+
         Example:
             >>> LLM("smollm2-135m", enforce_eager=True).describe_model()
             'minivllm.models.llama.LlamaForCausalLM: as written'

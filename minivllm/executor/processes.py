@@ -39,7 +39,7 @@ def start_python(
         descriptors: File descriptors to inherit, under the same numbers.
         gpus: The GPUs it sees, as in CUDA_VISIBLE_DEVICES; None means all that this process sees.
     """
-    environment = {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path), "PYTHONSAFEPATH": "1"}
+    environment = {"PYTHONPATH": _module_path(), "PYTHONSAFEPATH": "1"}
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         environment["GOMP_SPINCOUNT"] = OPENMP_SPINS
     if num_threads is not None:
@@ -60,6 +60,14 @@ def start_python(
         process.stdin.write(msgspec.json.encode(setup) + b"\n")
         process.stdin.flush()
     return process
+
+
+def _module_path() -> str:
+    """Where this process finds modules, as PYTHONPATH says it; that cannot name a folder with a colon in its name."""
+    folders = [path for path in sys.path if os.pathsep not in path]
+    with contextlib.suppress(FileNotFoundError):  # the working directory is gone
+        return os.pathsep.join(path or str(Path.cwd()) for path in folders)
+    return os.pathsep.join(filter(None, folders))
 
 
 def _is_open(descriptor: int) -> bool:
@@ -86,7 +94,7 @@ class ChildProcess:
 
     @property
     def process_id(self) -> int:
-        """The process."""
+        """The process's id."""
         return self._process.pid
 
     def send_signal(self, number: int) -> None:
@@ -184,7 +192,7 @@ class ForwardLog(logging.Handler):
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """What one process says to another, as strict MessagePack: it has the name of its type, and no other fields."""
+    """A message between processes: strict MessagePack, tagged with its type's name; unknown fields are refused."""
 
 
 class LogMessage(Message):

@@ -898,3 +898,13 @@ def test_a_message_that_cannot_be_read_is_dropped_and_a_bad_request_answered(in_
         return (await collect(in_a_process, PROMPT, SamplingParams(temperature=0, max_tokens=1)))[-1].outputs[0].text
 
     assert asyncio.run(run()) == " Paris"
+
+
+def test_no_engine_is_ready_when_none_is_left():
+    metrics = Metrics("m", CacheConfig(), num_engines=2)
+    for rank in range(2):
+        metrics.record_change(ReplicaChanged(rank, is_ready=True, num_gpu_blocks=9))
+    assert metrics.render().count(b'minivllm:engine_ready{engine="0",model_name="m"} 1.0') == 1
+    metrics.set_idle()
+    text = metrics.render().decode()
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("minivllm:engine_ready{")] == ["0.0", "0.0"]

@@ -1,4 +1,4 @@
-"""The command line: `minivllm generate`, `chat`, `serve`, `bench`, `simulate`, `trace`, `course`, `grade`, `doctor` and `demo`."""
+"""The command line: `minivllm generate`, `chat`, `serve`, `replicas`, `make-key`, `bench`, `simulate`, `trace`, `course`, `grade`, `doctor`, `demo`."""
 
 from __future__ import annotations
 

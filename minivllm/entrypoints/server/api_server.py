@@ -1,4 +1,4 @@
-"""The API server: OpenAI's routes, and some of vLLM's, over an `AsyncLLMEngine`. Mirrors vllm/entrypoints/openai/api_server.py.
+"""The API server: OpenAI's routes, and some of vLLM's, over an `AsyncLLMEngine`. Mirrors `vllm/entrypoints/openai/api_server.py`.
 
     uvicorn ─► RequestMiddleware ─► KeyMiddleware ─► JsonRequest ─► route ─► AnswerResponse ─► Answer ─► engine.generate
                id, log, errors      401              413, 408       400, 404   429, deadline,    prompts in,

@@ -31,7 +31,7 @@ _LEEWAY = 0.5
 class ServerSettings:
     """Settings of `minivllm serve`, whose help describes them; times are in seconds.
 
-    Any of the `api_keys` grants access; without any, there is no authentication. `chat_template` is the template itself. With `may_manage`,
+    `max_waiting` counts sequences beyond those that run. Any of the `api_keys` grants access; without any, there is no authentication. `chat_template` is the template itself. With `may_manage`,
     clients may restart replicas. `seed` is for `AsyncLLMEngine.join`.
 
     Raises:

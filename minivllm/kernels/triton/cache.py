@@ -58,7 +58,7 @@ def copy_blocks(cache: Tensor, pairs: list[tuple[int, int]]) -> None:
     checks.check_block_pairs(cache, cache, pairs)
     check_launch(cache)
     if {source for source, _ in pairs} & {destination for _, destination in pairs}:
-        # The programs run in any order, so a block that is both read and overwritten is first brought to safety.
+        # The programs run in any order, so a block that is both read and overwritten is staged first.
         staged = torch.empty((len(pairs), *cache.shape[1:]), dtype=cache.dtype, device=cache.device)
         _copy(cache, staged, [(source, i) for i, (source, _) in enumerate(pairs)])
         _copy(staged, cache, [(i, destination) for i, (_, destination) in enumerate(pairs)])

@@ -19,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def check_launch(x: Tensor, head_dim: int = 1, group: int = 1) -> None:
-    """The device, the dtype, the head size and the query heads to a KV head that kernels can take."""
+    """Raise a KernelError unless the kernels take this device, dtype, head size and number of query heads per KV head."""
     if x.dtype not in DTYPES:
         raise KernelError(f"The tensors have dtype {x.dtype}, but the Triton kernels take float32, float16 and bfloat16.")
     if x.device.type != "cuda" and not INTERPRETED:

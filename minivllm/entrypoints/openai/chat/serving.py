@@ -1,4 +1,4 @@
-"""/v1/chat/completions: answer conversations. Mirrors vllm/entrypoints/openai/serving_chat.py."""
+"""/v1/chat/completions: answer conversations. Mirrors `vllm/entrypoints/openai/chat_completion/serving.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/completions: complete prompts. Mirrors vllm/entrypoints/openai/serving_completion.py."""
+"""/v1/completions: complete prompts. Mirrors `vllm/entrypoints/openai/completion/serving.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/responses: the next message of a conversation, in the form of OpenAI's Responses API. Mirrors vllm/entrypoints/openai/responses/serving.py.
+"""/v1/responses: the next message of a conversation, in the form of OpenAI's Responses API. Mirrors `vllm/entrypoints/openai/responses/serving.py`.
 
 Requests and answers are those of /v1/chat/completions in another form. Nothing is stored: to continue a conversation, the client sends
 its earlier messages again.
