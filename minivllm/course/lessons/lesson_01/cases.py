@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from minivllm.course.observations import fail, require
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceData
@@ -37,6 +39,11 @@ def make_logits(rng: random.Random, num_rows: int, vocab_size: int, *, ties: boo
     return torch.tensor(rows, dtype=torch.float32) / 4
 
 
+def make_batch(rng: random.Random, **options: Any) -> Tensor:
+    """The logits of one to five rows and a few tokens."""
+    return make_logits(rng, rng.randint(1, 5), rng.randint(4, 9), **options)
+
+
 def softmax(row: Row) -> list[float]:
     """The probabilities of a row of logits."""
     highest = max(row)
@@ -53,16 +60,13 @@ def kept_by_top_k(row: Row, k: int) -> set[int]:
 
 
 def kept_by_top_p(row: Row, p: float) -> set[int]:
-    """The smallest set of most likely tokens whose probabilities reach `p`."""
+    """The smallest set of most likely tokens whose probabilities reach `p`; for 1, all that have not been removed before."""
     if p >= 1:
-        return set(range(len(row)))
-    kept, total, probs = set(), 0.0, softmax(row)
-    for token in sorted(range(len(row)), key=lambda token: -probs[token]):
-        kept.add(token)
-        total += probs[token]
-        if total >= p:
-            break
-    return kept
+        return {token for token, logit in enumerate(row) if logit > -math.inf}
+    probs = softmax(row)
+    order = sorted(range(len(row)), key=lambda token: -probs[token])
+    sums = accumulate(probs[token] for token in order)
+    return set(order[: 1 + next(place for place, total in enumerate(sums) if total >= p)])
 
 
 def kept_by_min_p(row: Row, min_p: float) -> set[int]:
@@ -73,44 +77,33 @@ def kept_by_min_p(row: Row, min_p: float) -> set[int]:
 
 def safe_top_p(rng: random.Random, row: Row) -> float:
     """A `p` that no sum of most likely probabilities comes close to."""
-    probs = sorted(softmax(row), reverse=True)
-    sums = [sum(probs[: count + 1]) for count in range(len(probs))]
-    while True:
-        p = round(rng.uniform(0.05, 0.99), 3)
-        if all(abs(total - p) > MARGIN for total in sums):
-            return p
+    return _far_from(rng, list(accumulate(sorted(softmax(row), reverse=True))))
 
 
 def safe_min_p(rng: random.Random, row: Row) -> float:
     """A `min_p` that no ratio to the highest probability comes close to."""
-    highest = max(row)
-    ratios = [math.exp(logit - highest) for logit in row]
+    return _far_from(rng, [math.exp(logit - max(row)) for logit in row])
+
+
+def _far_from(rng: random.Random, numbers: list[float]) -> float:
     while True:
-        min_p = round(rng.uniform(0.01, 0.9), 3)
-        if all(abs(ratio - min_p) > MARGIN for ratio in ratios):
-            return min_p
+        limit = round(rng.uniform(0.02, 0.97), 3)
+        if all(abs(number - limit) > MARGIN for number in numbers):
+            return limit
 
 
 def make_row(
-    params: SamplingParams,
-    prompt: Sequence[int] = (1,),
-    output: Sequence[int] = (),
-    *,
-    seed: int = 0,
-    index: int = 0,
-    eos: Sequence[int] = (),
-) -> SamplingRow:
+    params: SamplingParams, prompt: Sequence[int] = (1,), output: Sequence[int] = (), *, seed: int = 0, index: int = 0, eos: Sequence[int] = ()
+) -> SamplingRow:  # fmt: skip
     """A row of a batch, as the engine's model runner makes it."""
     request = EngineCoreRequest("r", list(prompt), params, max_num_tokens=1000, eos_token_ids=tuple(eos), seed=seed)
     known = list(output) if params.has_penalties else []  # the engine sends it only where it is needed
-    seq = SequenceData(
-        request, 0, index, [0], 0, [0], len(output), known, num_samples=1, num_drafts=0, is_decode=True
-    )  # fmt: skip
+    seq = SequenceData(request, 0, index, [0], 0, [0], len(output), known, num_samples=1, num_drafts=0, is_decode=True)
     return SamplingRow(seq, index)
 
 
 def call(function: Callable[..., Any], logits: Tensor, *arguments: Any) -> Tensor:
-    """Call a learner's function, and assert that it returns a new tensor of the same shape and leaves its input unchanged."""
+    """Call a learner's function. It must return a new tensor of the same shape and leave its input unchanged."""
     name, before = getattr(function, "__name__", "it"), logits.clone()
     try:
         result = function(logits, *arguments)
@@ -118,20 +111,18 @@ def call(function: Callable[..., Any], logits: Tensor, *arguments: Any) -> Tenso
         raise
     except (RuntimeError, IndexError) as error:  # torch's errors, which do not name the input
         given = ", ".join(show(argument) for argument in arguments)
-        raise AssertionError(
+        fail(
             f"{name}, given {len(logits)} rows of {logits.shape[1]} logits and {given}, raised {error!r}. Look at which of these values it cannot handle yet."
-        ) from error
-    assert isinstance(result, Tensor), f"{name} must return a tensor, but returned {result!r}. Look at its last line."
-    assert result.shape == logits.shape, (
-        f"{name} was given logits of shape {list(logits.shape)} and must return the same shape, but returned {list(result.shape)}. "
-        f"Parameters come as [rows]: make a column of them, [rows, 1], where each row of logits needs its own."
-    )
-    assert torch.equal(logits, before), (
-        f"{name} changed the logits that it was given; expected a new tensor. Look for an assignment into them, or a method that ends in _."
-    )
-    assert not torch.isnan(result).any(), (
-        f"{name} returned NaN (not a number) for logits {show(before)} and {arguments}. Look for a division by 0, or a difference of infinities."
-    )
+        )
+    if not isinstance(result, Tensor):
+        fail(f"{name} must return a tensor, but returned {result!r}. Look at its last line.")
+    sizes, got = list(logits.shape), list(result.shape)
+    require(sizes, got, f"{name} was given logits of shape {sizes} and must return the same shape, but returned {got}. "
+            "Parameters come as [rows]: make a column of them, [rows, 1], where each row of logits needs its own.")  # fmt: skip
+    require(True, torch.equal(logits, before), f"{name} changed the logits that it was given; expected a new tensor. "
+            "Look for an assignment into them, or a method that ends in _.")  # fmt: skip
+    require(False, bool(torch.isnan(result).any()), lambda: f"{name} returned NaN (not a number) for logits {show(before)} and {arguments}. "
+            "Look for a division by 0, or a difference of infinities.")  # fmt: skip
     return result
 
 
@@ -141,20 +132,15 @@ def show(values: Any) -> str:
         values = values.tolist()
     if isinstance(values, (list, tuple, set)):
         return f"[{', '.join(show(value) for value in (sorted(values) if isinstance(values, set) else values))}]"
-    if isinstance(values, float):
-        return f"{values:.4g}"
-    return str(values)
+    return f"{values:.4g}" if isinstance(values, float) else str(values)
 
 
-def check_kept(name: str, row: Tensor, result: Tensor, wanted: set[int], case: str, hint: str) -> None:
-    """Assert that exactly the wanted tokens remain in a row, with their logits unchanged."""
+def check_kept(case: str, row: Tensor, result: Tensor, wanted: set[int], hint: Callable[[set[int]], str]) -> None:
+    """Exactly the wanted tokens remain in a row, with their logits unchanged. `hint` says where to look, given those that remain."""
     kept = {token for token, logit in enumerate(result.tolist()) if logit != -math.inf}
-    assert kept == wanted, (
-        f"{name}, {case}, of a row of logits {show(row)}: expected tokens {show(wanted)} to stay, but {show(kept) if kept else 'none'} did. "
-        f"Look at {hint}."
-    )
-    for token in wanted:
-        assert result[token] == row[token], (
-            f"{name}, {case}: expected the logit of token {token} to stay {row[token]:g}, because it is not removed, but it became "
-            f"{result[token]:g}. Look at what is written where: only removed tokens change, to minus infinity."
-        )
+    require(sorted(wanted), sorted(kept), lambda: f"{case}, of a row of logits {show(row)}: expected tokens {show(wanted)} to stay, but "
+            f"{show(kept) if kept else 'none'} did. Look at {hint(kept)}.")  # fmt: skip
+    for token, before, after in zip(range(len(row)), row.tolist(), result.tolist(), strict=True):
+        if token in wanted:
+            require(before, after, f"{case}: expected the logit of token {token} to stay {before:g}, because it is not removed, but it became "
+                    f"{after:g}. Look at what is written where: only removed tokens change, to minus infinity.")  # fmt: skip

@@ -10,27 +10,26 @@ import torch
 from torch import Tensor
 
 from minivllm.course.lessons.lesson_01.cases import make_logits, make_row, show
+from minivllm.course.lessons.lesson_01.detokenizer import REAL_MODEL
 from minivllm.course.lessons.lesson_01.filters import Function
+from minivllm.course.observations import fail, require, rounds
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.sampler import SampledToken, Sampler, SamplingRow
 
+DrawCase = tuple[list[float], list[float], int]
+"""The logits and the noise of a row, and the token that is drawn from them."""
 _DRAWS = 20_000
 
 
 def check_draw(draw: Function) -> None:
     """The token of each row whose noise, divided by its probability, is the smallest."""
-    rng = random.Random(16)
-    for _ in range(60):
-        _compare_draws(draw, [draw_case(rng, size) for size in [rng.randint(3, 8)] * rng.randint(1, 4)])
+    for rng in rounds("draw", 60):
+        _compare_draws(draw, [draw_case(rng, size) for size in [rng.randint(3, 9)] * rng.randint(1, 4)])
     high = ([210.0, 211.0, 205.0], [1.0, 0.5, 9.0], 1)
     rare = ([0.0] + [-18.0] * 5000, [3.0] + [1.0] * 4000 + [1e-8] + [1.0] * 999, 4001)
     removed = ([0.0] + [-math.inf] * 3, [5.0] + [1e-30] * 3, 0)
     for case in (high, rare, removed):
         _compare_draws(draw, [case])
-
-
-DrawCase = tuple[list[float], list[float], int]
-"""The logits and the noise of a row, and the token that is drawn from them."""
 
 
 def draw_case(rng: random.Random, vocab_size: int) -> DrawCase:
@@ -55,59 +54,53 @@ def _time(logit: float, noise: float) -> float:
 
 def _compare_draws(draw: Function, cases: list[DrawCase]) -> None:
     logits, noise = (torch.tensor([case[i] for case in cases]) for i in range(2))
-    before = logits.clone(), noise.clone()
+    before = {"logits": (logits, logits.clone()), "noise": (noise, noise.clone())}
     got = draw(logits, noise)
-    assert isinstance(got, Tensor) and got.shape == (len(cases),), (
-        f"draw must return a tensor of {len(cases)} token ids, one for each row, but returned "
-        f"{list(got.shape) if isinstance(got, Tensor) else repr(got)}. Look at its last line."
-    )
-    for name, now, then in zip(("logits", "noise"), (logits, noise), before, strict=True):
-        assert torch.equal(now, then), (
-            f"draw changed the {name} that it was given; expected them as they were. Look for an assignment into them."
-        )
-    assert not got.is_floating_point(), (
-        f"draw must return token ids, which are whole numbers, but returned {got.dtype}. Look at its last line."
-    )
-    probs = logits.softmax(dim=-1)
-    for row, (row_logits, row_noise, token) in enumerate(cases):
-        mine = int(got[row])
-        assert 0 <= mine < len(row_noise), (
-            f"draw returned token {mine} for a vocabulary of {len(row_noise)}. Look at its last line."
-        )
-        theirs, other = (f"{row_noise[t] / p if (p := float(probs[row, t])) else math.inf:.3g}" for t in (token, mine))
-        seen = f"probabilities {show(probs[row])} and noise {show(row_noise)}"
-        hint = "a token's time is its noise divided by its probability, and a removed token never arrives."
-        if max(row_logits) > 100:
-            seen = f"logits {show(row_logits)} and noise {show(row_noise)}"
-            hint = "exp(210) is infinity in float32, and softmax only needs the differences between logits."
-        elif len(row_noise) > 10:
-            seen = "5,001 tokens, most of them rare,"
-        assert mine == token, (
-            f"draw, with {seen} in row {row} of {len(cases)}: expected token {token}, which arrives first, at {theirs}; got {mine}, which "
-            f"arrives at {other}. Look at the times: {hint}"
-        )
+    size = list(got.shape) if isinstance(got, Tensor) else repr(got)
+    require([len(cases)], size, f"draw must return a tensor of {len(cases)} token ids, one for each row, but returned {size}. "
+            "Look at its last line.")  # fmt: skip
+    for name, (now, then) in before.items():
+        changed = f"draw changed the {name} that it was given; expected them as they were. Look for an assignment into them."
+        require(True, torch.equal(now, then), changed)
+    whole = f"draw must return token ids, which are whole numbers, but returned {got.dtype}. Look at its last line."
+    require(False, got.is_floating_point(), whole)
+    for row, (case, probs, token) in enumerate(zip(cases, logits.softmax(dim=-1).tolist(), got.tolist(), strict=True)):
+        _compare_draw(f"row {row} of {len(cases)}", case, probs, token)
+
+
+def _compare_draw(where: str, case: DrawCase, probs: list[float], got: int) -> None:
+    logits, noise, wanted = case
+    if not 0 <= got < len(noise):
+        fail(f"draw returned token {got} for a vocabulary of {len(noise)}. Look at its last line.")
+    seen = f"probabilities {show(probs)} and noise {show(noise)}"
+    hint = "a token's time is its noise divided by its probability, and a removed token never arrives."
+    if max(logits) > 100:
+        seen = f"logits {show(logits)} and noise {show(noise)}"
+        hint = "exp(210) is infinity in float32, and softmax only needs the differences between logits."
+    elif len(noise) > 10:
+        seen = f"{len(noise):,} tokens, most of them rare,"
+    theirs, mine = (f"{noise[token] / probs[token] if probs[token] else math.inf:.3g}" for token in (wanted, got))
+    require(wanted, got, f"draw, with {seen} in {where}: expected token {wanted}, which arrives first, at {theirs}; got {got}, which arrives at "
+            f"{mine}. Look at the times: {hint}")  # fmt: skip
 
 
 def check_sampler(sampler_class: type) -> None:
     """A batch of rows with different parameters: the same tokens as the engine's sampler, alone and together."""
-    rng = random.Random(17)
     sampler = sampler_class()
-    for number in range(70):
-        vocab_size = rng.randint(8, 20)
+    for number, rng in enumerate(rounds("sampler", 70)):
+        vocab_size = rng.randint(8, 24)
         logits = make_logits(rng, 30 if number % 7 == 5 else rng.randint(1, 6), vocab_size)
-        rows = [make_random_row(rng, vocab_size, kind=number % 7) for _ in range(len(logits))]
+        rows = [make_random_row(rng, vocab_size, kind=number % 7) for _ in logits]
         wanted = [token.token_id for token in Sampler().sample(logits, rows)]
         got = sample(sampler, logits, rows)
-        for i, row in enumerate(rows):
-            assert got[i] == wanted[i], (
+        for i, (row, theirs, mine) in enumerate(zip(rows, wanted, got, strict=True)):
+            require(theirs, mine,
                 f"MySampler, row {i} of {len(rows)} with {describe(row)}, position {row.position}, seed {row.seq.request.seed}, index "
-                f"{row.index} and logits {show(logits[i])}: expected token {wanted[i]}, got {got[i]}. Look at {_places(row)}."
-            )
+                f"{row.index} and logits {show(logits[i])}: expected token {theirs}, got {mine}. Look at {_places(row)}.",
+            )  # fmt: skip
         alone = [sample(sampler, logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
-        assert alone == got, (
-            f"MySampler drew {got} for {len(rows)} rows together, but {alone} for the same rows one by one; expected the same. Look at where "
-            f"the noise comes from: the row's seed, index and position, and nothing else."
-        )
+        require(got, alone, f"MySampler drew {got} for {len(rows)} rows together, but {alone} for the same rows one by one; expected the same. "
+                "Look at where the noise comes from: the row's seed, index and position, and nothing else.")  # fmt: skip
     check_distribution(sampler)
 
 
@@ -115,19 +108,19 @@ def check_distribution(sampler: Any) -> None:
     """20,000 draws against the exact probabilities, with temperature, top-k and top-p combined."""
     logits = torch.tensor([[2.0, 1.5, 1.0, 0.0, -1.0, -3.0]])
     params = SamplingParams(temperature=0.5, top_k=4, top_p=0.99, seed=5)
-    weights = [math.exp(logit / 0.5) for logit in (2.0, 1.5, 1.0, 0.0)]
-    counts = [0] * logits.shape[1]
+    weights = [*(math.exp(logit / 0.5) for logit in (2.0, 1.5, 1.0, 0.0)), 0.0, 0.0]
+    counts = [0] * len(weights)
     for start in range(0, _DRAWS, 2000):
         rows = [make_row(params, seed=5, index=i) for i in range(start, start + 2000)]
         for token in sample(sampler, logits.expand(2000, -1), rows):
             counts[token] += 1
-    for token, got in enumerate(counts):
-        prob = weights[token] / sum(weights) if token < len(weights) else 0.0
-        spread = 4.5 * math.sqrt(_DRAWS * prob * (1 - prob))
-        assert abs(got - _DRAWS * prob) <= spread, (
+    for token, (weight, got) in enumerate(zip(weights, counts, strict=True)):
+        prob = weight / sum(weights)
+        is_likely = abs(got - _DRAWS * prob) <= 4.5 * math.sqrt(_DRAWS * prob * (1 - prob))
+        require(True, is_likely,
             f"MySampler drew token {token} {got} times in {_DRAWS:,}; expected about {_DRAWS * prob:.0f}, because its probability is {prob:.4f}. "
-            f"Look at draw, and at the random keys, which must differ from row to row."
-        )
+            "Look at draw, and at the random keys, which must differ from row to row.",
+        )  # fmt: skip
 
 
 def make_random_row(rng: random.Random, vocab_size: int, kind: int = 4) -> SamplingRow:
@@ -140,17 +133,12 @@ def make_random_row(rng: random.Random, vocab_size: int, kind: int = 4) -> Sampl
     if kind in (4, 6):
         options |= {"top_k": rng.choice((0, 3, 5)), "top_p": rng.choice((1.0, 0.83)), "min_p": rng.choice((0.0, 0.07))}
     if kind in (2, 4, 6):
-        options |= {
-            "repetition_penalty": rng.choice((1.0, 2.0)),
-            "presence_penalty": rng.choice((0.0, 0.5)),
-            "frequency_penalty": rng.choice((0.0, 0.25)),
-        }
+        options |= {"repetition_penalty": rng.choice((1.0, 2.0)), "presence_penalty": rng.choice((0.0, 0.5))}
+        options["frequency_penalty"] = rng.choice((0.0, 0.25))
     if kind in (3, 4, 6):
         options["min_tokens"] = rng.choice((0, 2, 4))
-    output = rng.choices(range(vocab_size), k=rng.randint(0, 5))
-    eos = rng.sample(range(vocab_size), 2)
-    prompt = rng.choices(range(vocab_size), k=3)
-    seed, index = rng.randrange(1000), rng.randrange(3)
+    prompt, output = rng.choices(range(vocab_size), k=3), rng.choices(range(vocab_size), k=rng.randint(0, 5))
+    eos, seed, index = rng.sample(range(vocab_size), 2), rng.randrange(1000), rng.randrange(3)
     return make_row(SamplingParams(max_tokens=50, **options), prompt, output, seed=seed, index=index, eos=eos)
 
 
@@ -158,18 +146,18 @@ def sample(sampler: Any, logits: Tensor, rows: list[SamplingRow]) -> list[int]:
     """The tokens that a learner's sampler chooses, after a look at what it returns."""
     before = logits.clone()
     sampled = sampler.sample(logits, rows)
-    assert isinstance(sampled, list) and all(isinstance(token, SampledToken) for token in sampled), (
-        f"MySampler.sample must return a list of SampledToken, one for each row, but returned {sampled!r:.200}. Look at its last line."
-    )
-    assert len(sampled) == len(rows), (
-        f"MySampler.sample was given {len(rows)} rows, but returned {len(sampled)} tokens. Look at its last line."
-    )
-    assert torch.equal(logits, before), (
-        "MySampler.sample changed the logits that it was given; expected them as they were. Look for an assignment into them."
-    )
-    assert all(type(token.token_id) is int for token in sampled), (
-        f"MySampler.sample must put plain numbers (int) into its SampledToken, but the first has {sampled[0].token_id!r}. Look at tolist()."
-    )
+    if not isinstance(sampled, list) or not all(isinstance(token, SampledToken) for token in sampled):
+        fail(
+            f"MySampler.sample must return a list of SampledToken, one for each row, but returned {sampled!r:.200}. Look at its last line."
+        )
+    lengths = f"MySampler.sample was given {len(rows)} rows, but returned {len(sampled)} tokens. Look at its last line."
+    require(len(rows), len(sampled), lengths)
+    require(True, torch.equal(logits, before), "MySampler.sample changed the logits that it was given; expected them as they were. "
+            "Look for an assignment into them.")  # fmt: skip
+    if not all(type(token.token_id) is int for token in sampled):
+        fail(
+            f"MySampler.sample must put plain numbers (int) into its SampledToken, but the first has {sampled[0].token_id!r}. Look at tolist()."
+        )
     return [token.token_id for token in sampled]
 
 
@@ -177,34 +165,21 @@ def _places(row: SamplingRow) -> str:
     """Possible causes of a wrong token, for a message."""
     if describe(row) == f"temperature={row.params.temperature:g}" and row.params.temperature > 0:
         return "the random key and the noise of this row, and at its temperature"
+    stops = list(row.seq.request.stop_reasons)
+    least = f". Its stop tokens are {stops}: min_tokens forbids them as long as the position, {row.position} here, is below it"
     return (
-        "the order (forbidden stops, penalties, temperature, min-p, top-k, top-p), at which rows are greedy, and at the random key and the noise of "
-        "this row" + _stops(row)
+        "the order (forbidden stops, penalties, temperature, min-p, top-k, top-p), at which rows are greedy, and at the random key and the "
+        f"noise of this row{least if row.params.min_tokens else ''}"
     )
 
 
-def _stops(row: SamplingRow) -> str:
-    """What ends a row's request, and when that is forbidden, for a message."""
-    if not row.params.min_tokens:
-        return ""
-    stops = list(row.seq.request.stop_reasons)
-    return f". Its stop tokens are {stops}: min_tokens forbids them as long as the position, {row.position} here, is below it"
+_SHOWN = ("temperature", "min_p", "top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 
 
 def describe(row: SamplingRow) -> str:
     """The parameters of a row that are not the defaults."""
     default, params = SamplingParams(max_tokens=50), row.params
-    names = (
-        "temperature",
-        "min_p",
-        "top_k",
-        "top_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "min_tokens",
-    )
-    changed = [f"{name}={getattr(params, name):g}" for name in names if getattr(params, name) != getattr(default, name)]
+    changed = [f"{name}={getattr(params, name):g}" for name in _SHOWN if getattr(params, name) != getattr(default, name)]
     return ", ".join(changed) or "temperature=1"
 
 
@@ -223,31 +198,27 @@ def check_sampler_text(sampler_class: type) -> None:
         def sample(self, logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
             wanted = self.theirs.sample(logits, rows)
             try:
-                _compare(sample(self.ours, logits, rows), [token.token_id for token in wanted], rows)
+                for theirs, ours, row in zip(wanted, sample(self.ours, logits, rows), rows, strict=True):
+                    require(theirs.token_id, ours,
+                        f"With the real model, token {row.position + 1} of the text with {describe(row)}: expected token {theirs.token_id}, got "
+                        f"{ours}. Look at MySampler: the checks above have not tried it with 49,152 tokens.",
+                    )  # fmt: skip
             except Exception as error:  # the engine would only end the requests
                 troubles.append(error)
                 raise
             return wanted
 
-    llm = LLM("smollm2-135m", max_model_len=128, max_num_seqs=8, kv_cache_memory_bytes=64 * 2**20, sampler_cls=Compared)
+    llm = LLM("smollm2-135m", **REAL_MODEL, sampler_cls=Compared)
     llm.generate(list(_PROMPTS), list(_TEXT_PARAMS), use_tqdm=False)
     if troubles:
         raise troubles[0]
-
-
-def _compare(got: list[int], wanted: list[int], rows: list[SamplingRow]) -> None:
-    for ours, theirs, row in zip(got, wanted, rows, strict=True):
-        assert ours == theirs, (
-            f"With the real model, token {row.position + 1} of the text with {describe(row)}: expected token {theirs}, got {ours}. Look at "
-            f"MySampler: the checks above have not tried it with 49,152 tokens."
-        )
 
 
 def watch(**parts: type) -> None:
     """Print a text while the real model writes it, with a learner's `sampler_cls` and `detokenizer_cls`."""
     from minivllm import LLM
 
-    llm = LLM("smollm2-135m", max_model_len=128, kv_cache_memory_bytes=64 * 2**20, **parts)
+    llm = LLM("smollm2-135m", **REAL_MODEL, **parts)
     engine = llm.llm_engine
     print(f"{_WATCHED[0]!r}, up to {_WATCHED[1].stop_strings[0]!r}:")
     engine.add_request("watched", *_WATCHED)
