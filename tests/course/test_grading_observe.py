@@ -7,6 +7,7 @@ import importlib
 import json
 import linecache
 import random
+import sys
 from functools import cache
 from operator import index
 from pathlib import Path
@@ -93,26 +94,12 @@ def expected_of(number: str) -> dict[str, str]:
     return observe_all(number, make_classes(number), 7)
 
 
-@pytest.fixture(scope="module", params=sorted(LESSONS))
+@pytest.fixture(scope="module", params=sorted(LESSONS.keys() - {"04"}))
 def number(request):
     return request.param
 
 
 ALSO_RIGHT = {
-    "04": [
-        ("self.ref_counts = [0] * num_blocks", "self.ref_counts = {block: 0 for block in range(num_blocks)}"),
-        ("self.free_blocks = deque(range(num_blocks))", "self.free_blocks = deque(range(num_blocks), maxlen=None)"),
-        ("        return -(-num_tokens // self.block_size)", "        return (num_tokens + self.block_size - 1) // self.block_size"),
-        (
-            "        copy = None\n        if self.must_copy(seq):",
-            "        copy, must_copy = None, self.must_copy(seq)\n        super().append_slots(seq)  # grow first\n        if must_copy:",
-        ),
-        ("            copy = old, new\n        super().append_slots(seq)\n        return copy", "            copy = [old, new]\n        return copy"),
-        ("return len(self.free_blocks)", "return np.int64(len(self.free_blocks))"),
-        ("from collections import deque", "import numpy as np\nfrom collections import deque"),
-        ("return list(zip(table, hosts))", "return [[device, host] for device, host in zip(table, hosts)]"),
-        ("        return self.cpu_pool.num_free >= len(self.get_block_table(seq))", "        return not self.cpu_pool.num_free < len(self.block_tables[seq.seq_id])"),
-    ],
     "05": [
         ("tl.store(out_ptr + places, x + y, mask=inside)", "tl.store(out_ptr + places, y.to(tl.float32) + x, mask=inside)"),
         ("weights / tl.sum(weights, axis=0)", "weights * (1.0 / tl.sum(weights, axis=0))"),
@@ -130,17 +117,6 @@ ALSO_RIGHT = {
     ],
 }  # fmt: skip
 WRONG = {
-    "04": [
-        ("reversed(blocks)", "list(blocks)", "check-pool"),
-        ("self.free_blocks.popleft()", "self.free_blocks.pop()", "check-pool"),
-        ("- (self.watermark_blocks if keep_watermark else 0)\n        return", "\n        return", "check-can-allocate"),
-        ("return self.gpu_pool.num_free >= missing\n", "return self.gpu_pool.num_free > missing\n", "check-can-append"),
-        ("self.block_tables[child.seq_id] = list(table)", "self.block_tables[child.seq_id] = list(table)[:-1]", "check-fork"),
-        ("self.gpu_pool.release([old])", "pass", "check-copy"),
-        ("missing + (1 if self.must_copy(seq) else 0)", "missing", "check-copy"),
-        ("        self.cpu_pool.release(hosts)", "        pass", "check-swap"),
-        ("- self.num_blocks_for(seq.num_tokens) >= watermark", "- self.num_blocks_for(seq.num_tokens) > watermark", "check-swap"),
-    ],
     "05": [
         ("x + y, mask=inside", "x - y, mask=inside", "check-add"),
         ("factors_ptr + row", "factors_ptr", "check-scale"),
@@ -205,10 +181,7 @@ def test_observations_that_are_none_differ(nonsense):
 
 
 def test_a_difference_is_shown_short():
-    assert (
-        find_difference('[1, {"a": 2, "b": 3}]', '[1, {"a": 2, "b": 4}]')
-        == 'at observation 2 of 2 it gave {"b": 4} instead of {"b": 3}'
-    )
+    assert find_difference('[1, ["b", 3]]', '[1, ["b", 4]]') == 'at observation 2 of 2 it gave ["b", 4] instead of ["b", 3]'
     assert len(find_difference(json.dumps(["x" * 10**5]), json.dumps(["y" * 10**5]))) < 500
 
 
@@ -330,8 +303,8 @@ sys.modules['minivllm.course.lessons.lesson_04'] = fake
 import minivllm.course.lessons; minivllm.course.lessons.lesson_04 = fake
 get_ipython().kernel.pristine._modules.clear()""",
     "no questions": """
-import minivllm.course.lessons.lesson_04.observe as module
-module.OBSERVERS = {name: (cls, lambda cls, rng: []) for name, (cls, _) in module.OBSERVERS.items()}
+import minivllm.course.lessons.lesson_04.block_manager as module, minivllm.course.lessons.lesson_04.engine as other
+module.rounds = lambda name, count: iter(()); other._CROWDS = ()
 from minivllm.course.lessons import lesson_04
 get_ipython().kernel.pristine.restore = lambda: None
 lesson_04.check_pool = lesson_04.check_block_manager = lambda cls: None""",
@@ -443,7 +416,7 @@ def test_no_trick_earns_a_point(graded):
 @pytest.mark.slow
 def test_some_tricks_fool_the_check_and_only_the_observer_finds_them(graded):
     """Otherwise the test above would show nothing about the observer."""
-    seen = [row["learner"] for row in graded.rows.values() if "tried on other input from outside" in row["reason"]]
+    seen = [row["learner"] for row in graded.rows.values() if "when it was run with other input" in row["reason"]]
     assert len(seen) >= 10
 
 
@@ -451,9 +424,10 @@ def test_equal_numbers_of_another_kind_are_equal():
     assert find_difference("[3, 1]", "[3.0, true]") is None
 
 
-def test_a_renamed_class_is_told_apart_from_one_that_fails():
+def test_a_renamed_class_is_told_apart_from_one_that_fails(monkeypatch):
+    monkeypatch.setitem(sys.modules, "old_observers", SimpleNamespace(OBSERVERS={"check-pool": ("BlockPool", None)}))
     with pytest.raises(NoSuchClass, match="there is no class BlockPool"):
-        observe_class("minivllm.course.lessons.lesson_04.observe", "check-pool", {}, 1)
+        observe_class("old_observers", "check-pool", {}, 1)
 
 
 def test_the_seed_is_kept_beside_the_grades(tmp_path):

@@ -5,6 +5,7 @@ Used by the tests of each lesson and by `tests/support/mutate_lesson.py`.
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 from collections.abc import Sequence
@@ -67,6 +68,13 @@ def read_cells(number: str) -> list[Cell]:
             lines = [line for line in cell.source.split("\n") if not line.startswith(("%", "!"))]
             cells.append(Cell(cell.id, "\n".join(lines), kind))
     return cells
+
+
+def read_walkthrough(number: str) -> list[ast.FunctionDef | ast.ClassDef]:
+    """The functions and classes that a lesson's walkthrough defines, in order."""
+    notebook = nbformat.read(next((ROOT / "notebooks").glob(f"{number}_*.ipynb")), as_version=4)
+    sources = [re.sub(r"^%", "#", cell.source, flags=re.MULTILINE) for cell in notebook.cells if cell.cell_type == "code"]
+    return [node for source in sources for node in ast.parse(source).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
 
 
 def untouched(source: str) -> str:

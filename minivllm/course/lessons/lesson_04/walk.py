@@ -1,0 +1,405 @@
+"""A learner's block manager, called at random, and what must be true after each call.
+
+A check says which calls there are; they come in any order. Only names that the exercise introduces are used. Which block a table gets is the
+pool's business, so no block's number is kept for the grader.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from operator import index
+from typing import Any
+
+from minivllm.course.lessons.block_tables import add_token, add_tokens, fork_sequence, make_sequence
+from minivllm.course.observations import require, rounds
+from minivllm.request import Sequence as TokenSequence
+
+BLOCK_SIZES = (1, 3, 4, 16)
+_PLACES = {"gpu_pool": "block_tables", "cpu_pool": "swapped_tables"}
+"""The tables of each pool's blocks."""
+_KEEP_WATERMARK: tuple[dict[str, bool], ...] = ({"keep_watermark": True}, {"keep_watermark": False}, {})
+"""The arguments of a question about the watermark; without the argument, it is kept."""
+
+
+def walks(name: str, manager_class: type, block_sizes: Sequence[int] = BLOCK_SIZES, most_tables: int = 4) -> Iterator[Walk]:
+    """A new manager for each round of a check, with one block size after another."""
+    for number, rng in enumerate(rounds(name, 12)):
+        manager = manager_class(
+            block_sizes[number % len(block_sizes)],
+            rng.randrange(30, 60),
+            rng.randrange(10, 40),
+            watermark=rng.choice((0.1, 0.25, 0.0)),
+        )
+        yield Walk(manager, rng, most_tables)
+
+
+class Walk:
+    """A manager and the sequences that have a table in it. The public methods without arguments are the calls.
+
+    Args:
+        manager: The learner's.
+        rng: Decides what happens.
+        most_tables: How many sequences run at most.
+    """
+
+    def __init__(self, manager: Any, rng: random.Random, most_tables: int) -> None:
+        self.manager, self.rng, self.most_tables = manager, rng, most_tables
+        self.block_size = manager.block_size
+        self.running: list[TokenSequence] = []
+        self.swapped: list[TokenSequence] = []
+        self.known: dict[str, dict[int, list[int]]] = {place: {} for place in _PLACES}
+        self.num_grown = 0
+
+    def take(self, num_calls: int, calls: str) -> None:
+        """Make some of these calls, which are separated by spaces."""
+        for _ in range(num_calls):
+            getattr(self, self.rng.choice(calls.split()))()
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def allocate(self) -> None:
+        """A prompt that there is room for; the watermark plays no part."""
+        room = self.manager.get_num_free_gpu_blocks() * self.block_size
+        if not room or len(self.running) >= self.most_tables:
+            return
+        seq = self._make_newcomer(room)
+        self.manager.allocate(seq)
+        self.running.append(seq)
+        wanted, table = self._blocks(seq.num_tokens), table_of(self.manager, seq)
+        said = f"A prompt of {count(seq.num_tokens, 'token')} in blocks of {self.block_size}"
+        require(wanted, len(table), f"{said} needs {count(wanted, 'block')}, but its table is {table}.")
+        self._look("allocate", seq)
+
+    def ask_newcomer(self) -> None:
+        """Whether there is room for a prompt."""
+        seq = self._make_newcomer()
+        needed = self._blocks(seq.num_tokens)
+        said = f"a prompt of {count(seq.num_tokens, 'token')} needs {count(needed, 'block')}"
+        self._ask_room("can_allocate", seq, needed, said)
+
+    def free(self) -> None:
+        """A sequence ends, wherever it is."""
+        if not self.running + self.swapped:
+            return
+        manager, seq = self.manager, self.rng.choice(self.running + self.swapped)
+        group, place = (self.swapped, "cpu_pool") if seq in self.swapped else (self.running, "gpu_pool")
+        name, pool, tables = name_of(manager, "free"), getattr(manager, place), getattr(manager, _PLACES[place])
+        table, queue = list(map(index, tables[seq.seq_id])), next_blocks(pool)
+        freed = self._only_in(table, place)
+        which = "the whole table" if freed == table else "since other tables name the rest"
+        both = ": free must release blocks of both pools" if group is self.swapped else ""
+        first = f"{name} must release {count(len(freed), 'block')} of {place}, {which}"
+        for said, wanted in ((first, len(freed)), (f"A second {name} of the same sequence must release nothing", 0)):
+            before = index(pool.num_free)
+            manager.free(seq)
+            got = index(pool.num_free) - before
+            require(wanted, got, f"{said}, but released {got}{both}.")
+        left = f"{name} must remove the sequence's table, but it is still in {_PLACES[place]}."
+        require(False, seq.seq_id in tables, left)
+        group.remove(seq)
+        self._look("free", seq)
+        self._check_queue(f"{name} of the table {table}", place, freed, queue)
+
+    def fork(self) -> None:
+        """A sibling of a sequence that has not grown yet."""
+        parents = [seq for seq in self.running if not seq.num_computed_tokens]
+        if not parents or len(self.running) >= self.most_tables:
+            return
+        manager, parent = self.manager, self.rng.choice(parents)
+        child, free = fork_sequence(parent), manager.get_num_free_gpu_blocks()
+        manager.fork(parent, child)
+        self.running.append(child)
+        got, wanted = table_of(manager, child), table_of(manager, parent)
+        require(True, got == wanted, f"The child's table should equal the parent's, {wanted}, but is {got}.")
+        table = manager.get_block_table(child)
+        require(
+            True,
+            isinstance(table, tuple) or table is not manager.get_block_table(parent),
+            "Parent and child share one list, so when one table grows, the other does too. Give the child a copy.",
+        )
+        require(free, manager.get_num_free_gpu_blocks(), "fork copies no block, so it must not take one.")
+        self._look("fork", child)
+
+    def grow(self) -> None:
+        """New tokens, if there is room for them: one at first, and later several."""
+        if self.running:
+            seq, num_new = self.rng.choice(self.running), self._choose_num_new()
+            most = self._blocks(seq.num_tokens + num_new) - len(table_of(self.manager, seq)) + 1
+            if most <= self.manager.get_num_free_gpu_blocks():
+                add_tokens(seq, num_new)
+                self._append_slots(seq)
+
+    def ask_growth(self) -> None:
+        """Whether there is room for new tokens, which are taken back."""
+        if not self.running:
+            return
+        seq, num_new = self.rng.choice(self.running), self._choose_num_new()
+        was = seq.num_tokens, seq.num_computed_tokens
+        add_tokens(seq, num_new)
+        table = table_of(self.manager, seq)
+        growth, shared = self._blocks(seq.num_tokens) - len(table), self._is_written_shared(seq, table)
+        any_shared = self._only_in(table, "gpu_pool") != table
+        own = " (only the block being written matters, not the ones still shared)" if any_shared else ""
+        said = (
+            f"a table of {count(len(table), 'block')}{', shared by a sibling,' if shared else ''} holds {count(was[0], 'token')}, and "
+            f"{count(num_new, 'new token')} must be placed. That takes {count(growth, 'block')} to grow by"
+            f"{' and 1 block for the copy of the shared one' if shared else own}"
+        )
+        self._ask_room("can_append_slots", seq, growth + shared, said)
+        del seq.token_ids[was[0] :]
+        seq.num_computed_tokens = was[1]
+
+    def swap_out(self) -> None:
+        """A sequence goes to the host, whose newest token has no block yet."""
+        manager = self.manager
+        fitting = [seq for seq in self.running if len(table_of(manager, seq)) <= manager.get_num_free_cpu_blocks()]
+        if not fitting:
+            return
+        seq = self.rng.choice(fitting)
+        add_token(seq)
+        table, queue = table_of(manager, seq), next_blocks(manager.gpu_pool)
+        self._ask_room("can_swap_out", seq, len(table), f"a table has {count(len(table), 'block')}", "cpu_pool")
+        freed = self._only_in(table, "gpu_pool")
+        shared = [block for block in table if block not in freed]
+        case = f"swap_out of the table {table}" + (f", whose blocks {shared} others name too" if shared else "")
+        moves = [tuple(map(index, pair)) for pair in manager.swap_out(seq)]
+        self.running.remove(seq)
+        self.swapped.append(seq)
+        order = f"{case} must return (device block, host block) pairs in the order of the table, but returned {moves}."
+        require(True, [device for device, _ in moves] == table, order)
+        hosts, most = [host for _, host in moves], manager.num_cpu_blocks - 1
+        distinct = f"{case}: the host blocks must be distinct numbers from 0 to {most}, but are {hosts}."
+        require(True, len(set(hosts)) == len(hosts) and set(hosts) <= set(range(most + 1)), distinct)
+        moved = seq.seq_id not in manager.block_tables and list(manager.swapped_tables.get(seq.seq_id, [])) == hosts
+        left = f"{case}: the sequence must leave block_tables, and its table in swapped_tables must be the host blocks {hosts}."
+        require(True, moved, left)
+        self._look(case, seq)
+        self._check_queue(case, "gpu_pool", freed, queue)
+
+    def swap_in(self) -> None:
+        """A sequence comes back, if all of it fits, and gets room for its newest token."""
+        manager = self.manager
+        fitting = [seq for seq in self.swapped if self._blocks(seq.num_tokens) <= manager.get_num_free_gpu_blocks()]
+        if not fitting:
+            return
+        seq = self.rng.choice(fitting)
+        needed = self._blocks(seq.num_tokens)
+        said = f"a sequence's {count(seq.num_tokens, 'token')}, the newest included, need {count(needed, 'block')}"
+        self._ask_room("can_swap_in", seq, needed, said)
+        hosts, queue = list(map(index, manager.swapped_tables[seq.seq_id])), next_blocks(manager.cpu_pool)
+        case = f"swap_in of the host blocks {hosts}"
+        moves = [tuple(map(index, pair)) for pair in manager.swap_in(seq)]
+        self.swapped.remove(seq)
+        self.running.append(seq)
+        order = f"{case} must return (host block, device block) pairs in the order of the table, but returned {moves}."
+        require(True, [host for host, _ in moves] == hosts, order)
+        is_back = seq.seq_id in manager.block_tables and seq.seq_id not in manager.swapped_tables
+        require(True, is_back, f"{case}: the table must move from swapped_tables back to block_tables.")
+        table, devices = table_of(manager, seq), [device for _, device in moves]
+        no_more = (
+            f"{case} must bring back these {count(len(hosts), 'block')} and no more, but the table is now {table}. A block for the newest "
+            f"token is taken by append_slots, which the scheduler calls afterwards."
+        )
+        require(True, len(table) <= len(hosts), no_more)
+        wanted = f"{case}: the table should be {devices}, the device blocks of the returned pairs, but is {table}."
+        require(True, table == devices, wanted)
+        self._look(case, seq)
+        self._check_queue(case, "cpu_pool", hosts, queue)
+        self._append_slots(seq)
+
+    # -- what they have in common ----------------------------------------------------------------------------------
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _make_newcomer(self, most_tokens: int = 2**20) -> TokenSequence:
+        size = self.block_size
+        num_tokens = self.rng.choice((size, 2 * size - 1, 2 * size, 2 * size + 1, self.rng.randint(1, 6 * size)))
+        return make_sequence("a", min(num_tokens, most_tokens))
+
+    def _choose_num_new(self) -> int:
+        self.num_grown += 1
+        return self.rng.choice((1, 2 * self.block_size + 1, 1, self.block_size, 2, 1)[: self.num_grown])
+
+    def _only_in(self, table: list[int], place: str) -> list[int]:
+        """The blocks of a table that no other table names."""
+        named = count_names(self.manager, place)
+        return [block for block in table if named[block] == 1]
+
+    def _is_written_shared(self, seq: TokenSequence, table: list[int]) -> bool:
+        """Whether the first new token goes into a block that others name too."""
+        place = seq.num_computed_tokens // self.block_size
+        return place < len(table) and count_names(self.manager, "gpu_pool")[table[place]] > 1
+
+    def _append_slots(self, seq: TokenSequence) -> None:
+        """Call `append_slots` for a sequence with new tokens, twice."""
+        manager, method = self.manager, name_of(self.manager, "append_slots")
+        before, place, wanted = table_of(manager, seq), seq.num_computed_tokens // self.block_size, self._blocks(seq.num_tokens)
+        shared = self._is_written_shared(seq, before)
+        must_copy = ask(manager, "must_copy", seq) if hasattr(manager, "must_copy") else shared
+        copied = manager.append_slots(seq)
+        table = table_of(manager, seq)
+        new = count(seq.num_tokens - seq.num_computed_tokens, "new token")
+        case = f"With block size {self.block_size}, a table {before} and {new} from position {seq.num_computed_tokens} on"
+        too_short = f"{case}: {count(seq.num_tokens, 'token')} in all need {count(wanted, 'block')}, but after {method} the table is {table}."
+        require(wanted, len(table), too_short + (" It must grow whether or not a block was copied." if shared else ""))
+        if shared:
+            case += f". Entry {place}, block {before[place]}, is shared"
+            fresh = f"{case} and about to be written: {method} must put a fresh block in its place, but the table is now {table}."
+            require(True, table[place] != before[place], fresh)
+            pair = before[place], table[place]
+            told = f"{case}: {method} must return (old block, new block), here {pair}, but returned {copied!r}."
+            require(True, copied is not None and tuple(copied) == pair, told)
+        else:
+            nothing = f"{case}: no shared block is written, so nothing needs copying, but {method} returned {copied!r}."
+            require(True, copied is None, nothing)
+        kept, now = list(before), table[: len(before)]
+        if shared:
+            del kept[place], now[place]
+        require(True, kept == now, f"{case}: all other entries must stay as they are, but {method} made the table {table}.")
+        require(shared, bool(must_copy), f"{case}: {name_of(manager, 'must_copy')} should be {shared}, but was {must_copy!r}.")
+        again = manager.append_slots(seq)
+        said, now = f"A second {method} for the same tokens has nothing to", table_of(manager, seq)
+        require(True, now == table, f"{said} do, but the table {table} became {now}.")
+        require(True, again is None, f"{said} copy, but it returned {again!r}.")
+        self._look("append_slots", seq)
+
+    def _ask_room(self, question: str, seq: TokenSequence, needed: int, said: str, place: str = "gpu_pool") -> None:
+        """Ask with just enough free blocks, with one fewer and with one more: the others are taken from the pool meanwhile."""
+        manager, pool = self.manager, getattr(self.manager, place)
+        has_option = question in ("can_allocate", "can_swap_in")
+        for options in _KEEP_WATERMARK if has_option else ({},):
+            limit = needed + (manager.watermark_blocks if has_option and options.get("keep_watermark", True) else 0)
+            for spare in sorted({0, limit - 1, limit, limit + 1} & set(range(index(pool.num_free) + 1))):
+                taken = pool.allocate(index(pool.num_free) - spare)
+                got, wanted = ask(manager, question, seq, **options), spare >= limit
+                pool.release(taken)
+                call, hint = name_of(manager, question), ""
+                free = f"{count(spare, 'block')} of {place} {'is' if spare == 1 else 'are'} free"
+                if has_option:
+                    call += f"({', '.join(['seq', *(f'{name}={value}' for name, value in options.items())])})"
+                    free += f" (watermark_blocks is {manager.watermark_blocks})"
+                elif question == "can_append_slots" and wanted and manager.watermark_blocks:
+                    hint = f" The watermark of {manager.watermark_blocks} applies only to newcomers, not to running sequences."
+                message = (
+                    f"With block size {self.block_size}, {said}, and {free}: {call} should be {wanted}, but is {got!r}.{hint}"
+                )
+                require(wanted, bool(got), message)
+
+    def _check_queue(self, case: str, place: str, freed: list[int], queue: list[int]) -> None:
+        """Blocks that became free are the first in the queue, in the order of their table."""
+        got = next_blocks(getattr(self.manager, place))
+        message = (
+            f"After {case}: the last block must be released first, so that the first one is next in the queue. {place} should hand out "
+            f"{freed} next, but would hand out {got[: len(freed)]}."
+        )
+        require(True, got == freed + queue, message)
+
+    def _look(self, call: str, seq: TokenSequence) -> None:
+        """After a call about a sequence: every reference count is the number of tables with the block, and no other table has changed."""
+        case = name_of(self.manager, call) if hasattr(self.manager, call) else call
+        check_references(case, self.manager)
+        for place, known in self.known.items():
+            now = tables_of(self.manager, place)
+            before, after = ({key: table for key, table in tables.items() if key != seq.seq_id} for tables in (known, now))
+            change = _change(_PLACES[place], before, after) if before != after else ""
+            require(True, before == after, f"{case} must change no other sequence's table, but {change}.")
+            self.known[place] = now
+
+
+def ask(manager: Any, question: str, *arguments: Any, **options: Any) -> Any:
+    """Call a method that only answers, and require that it changed no table and no pool."""
+    before = _state_of(manager)
+    answer = getattr(manager, question)(*arguments, **options)
+    after = _state_of(manager)
+    changed = [what for what, value in before.items() if after[what] != value]
+    require(
+        [],
+        changed,
+        lambda: (
+            f"{name_of(manager, question)} only answers a question and must change nothing, but {_change(changed[0], before[changed[0]], after[changed[0]])}."
+        ),
+    )
+    return answer
+
+
+def name_of(manager: Any, method: str) -> str:
+    """The method with the class that wrote it: "Sharing.append_slots"."""
+    owner = next((cls for cls in type(manager).__mro__ if method in vars(cls)), type(manager))
+    return f"{owner.__name__}.{method}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: "no blocks", "1 block", "2 blocks"."""
+    return f"{number or 'no'} {noun}" + ("" if number == 1 else "s")
+
+
+def table_of(manager: Any, seq: TokenSequence) -> list[int]:
+    """A sequence's block table, copied: the manager's own list may change."""
+    return list(map(index, manager.get_block_table(seq)))
+
+
+def tables_of(manager: Any, place: str) -> dict[int, list[int]]:
+    """All tables of blocks of a pool, by the sequence's number."""
+    return {seq_id: list(map(index, table)) for seq_id, table in getattr(manager, _PLACES[place]).items()}
+
+
+def count_names(manager: Any, place: str) -> Counter[int]:
+    """How many tables name each block of a pool."""
+    return Counter(block for table in tables_of(manager, place).values() for block in table)
+
+
+def count_references(pool: Any, num_blocks: int) -> list[int]:
+    """The reference counts of a pool, which may be kept in a list, a dict or an array."""
+    return [index(pool.ref_counts[block]) for block in range(num_blocks)]
+
+
+def next_blocks(pool: Any) -> list[int]:
+    """The free blocks of a pool in the order in which it would hand them out."""
+    trial = copy.deepcopy(pool)
+    return [index(block) for block in trial.allocate(index(trial.num_free))]
+
+
+def check_references(case: str, manager: Any) -> None:
+    """Require that each reference count is the number of tables that name the block, on the device and on the host."""
+    for place, num_blocks in (("gpu_pool", manager.num_gpu_blocks), ("cpu_pool", manager.num_cpu_blocks)):
+        pool, named = getattr(manager, place), count_names(manager, place)
+        counts = count_references(pool, num_blocks)
+        wrong = next((block for block in range(num_blocks) if counts[block] != named[block]), None)
+        got, wanted = (0, 0) if wrong is None else (counts[wrong], named[wrong])
+        verb, many, few = (
+            ("names" if wanted == 1 else "name"),
+            "a release is missing, or a share",
+            "a share is missing, or a release",
+        )
+        said = f"After {case}: {count(wanted, 'table')} {verb} block {wrong} of {place}, but its reference count is {got}"
+        require(None, wrong, f"{said}: {many if got > wanted else few} is one too many.")
+        num_free = num_blocks - len(named)
+        said = f"After {case}: {count(num_free, 'block')} of {place} {'is' if num_free == 1 else 'are'} in no table"
+        require(num_free, index(pool.num_free), f"{said}, but num_free is {pool.num_free}.")
+
+
+def _state_of(manager: Any) -> dict[str, Any]:
+    """Everything that a question must not change, by its name in messages."""
+    state: dict[str, Any] = {}
+    for place, num_blocks in (("gpu_pool", manager.num_gpu_blocks), ("cpu_pool", manager.num_cpu_blocks)):
+        pool = getattr(manager, place)
+        state[f"{place}.num_free"] = index(pool.num_free)
+        state[f"{place}.ref_counts"] = count_references(pool, num_blocks)
+        state[f"the order in which {place} hands out its free blocks"] = next_blocks(pool)
+        state[_PLACES[place]] = tables_of(manager, place)
+    return state
+
+
+def _change(what: str, before: Any, after: Any) -> str:
+    """What has changed in a part of the state."""
+    if isinstance(before, dict):
+        key = next(key for key in [*before, *after] if before.get(key) != after.get(key))
+        return f"a table in {what} changed from {before.get(key)} to {after.get(key)}"
+    if isinstance(before, list):
+        place = next(i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
+        return f"{what} changed: where {before[place]} stood, entry {place}, there is {after[place]} now"
+    return f"{what} changed from {before} to {after}"
