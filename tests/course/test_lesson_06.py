@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from lesson_checks import LessonChecks
 pytest.importorskip("numba")
 pytest.importorskip("triton")  # there is none for macOS; what a learner does then is tested below
 
+from minivllm.course.grading.observe import find_difference
 from minivllm.course.lessons.paged_kernels import launch_decode, launch_prefill, launch_write
 from minivllm.kernels import reference
 
@@ -68,6 +70,13 @@ def test_an_untouched_exercise_fails_at_its_checks_and_nowhere_else(language):
     outcome = run_cells(in_language(cells, language))
     assert (outcome.points, outcome.broken, outcome.failed) == (0, {}, list(NAMES.values()))
     assert {type(error) for error in outcome.checks.values()} == {NotImplementedError}
+
+
+@pytest.mark.slow
+def test_the_grader_sees_the_same_in_both_languages():
+    loops, kernels = (run_cells(in_language(CELLS, language), seed=3) for language in (LOOPS, KERNEL))
+    assert loops.failed == kernels.failed == []
+    assert [name for name, seen in loops.seen.items() if find_difference(json.dumps(seen), json.dumps(kernels.seen[name]))] == []
 
 
 @pytest.mark.slow

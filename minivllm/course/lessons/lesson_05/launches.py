@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minivllm.course.lessons.paged_kernels import function_of
+from minivllm.course.observations import fail
 from minivllm.kernels.accesses import record_accesses
 from minivllm.kernels.launches import Launch
 
@@ -50,7 +51,7 @@ def refuse_problems(call: str, kernel: Any, recorded: Launch) -> None:
             "race": "the places that a program writes: no other program may write them",
             "order": "what a program reads: no other program may write it",
         }[first.kind]
-        raise AssertionError(
+        fail(
             f"{call}\n{first.sentence}.\nLook at {look}. `show_accesses({getattr(kernel, '__name__', 'kernel')}[grid], ...)` draws it."
         )
 
@@ -83,7 +84,7 @@ def explained(call: str, kernel: Any) -> Iterator[None]:
         file = function_of(kernel).__code__.co_filename
         lines = [frame.line for frame in traceback.extract_tb(cause.__traceback__) if frame.line and frame.filename == file]
         where = f" in the line `{lines[-1]}`" if lines else ""
-        raise AssertionError(f"{call}\nThe kernel raised {type(cause).__name__}{where}: {cause}") from None
+        fail(f"{call}\nThe kernel raised {type(cause).__name__}{where}: {cause}")
 
 
 def make_output(shape: Sequence[int], dtype: torch.dtype, gap: int = 0) -> Tensor:
@@ -132,7 +133,7 @@ def compare(call: str, name: str, got: Tensor, expected: Tensor, look: str, stor
         seen += (
             ", which the kernel stored. Did it compute with elements that were masked off without an `other`, or with infinity?"
         )
-    raise AssertionError(
+    fail(
         f"{call}\nExpected {index}: {float(wanted[place]):.6g}\nGot {index}: {seen}\n{len(bad)} of {got.numel()} numbers are wrong. Look at {look}."
     )
 
@@ -150,7 +151,7 @@ def check_reads(call: str, recorded: Launch, least: dict[int, int]) -> None:
         read, must = recorded.num_bytes("load", number), elements * tensor.item_size
         if read > must:
             much = f"{read / must:.3g} times as much as it must" if must else "and none of it is needed"
-            raise AssertionError(
+            fail(
                 f"{call}\nExpected reads of {tensor.name}: {must} bytes\nGot reads of {tensor.name}: {read} bytes, {much}\n"
                 f"Look at the loads: load a number once, keep it, and use it as often as you like; and load none you do not need. Memory is far away."
             )

@@ -4,6 +4,8 @@ from minivllm.course.lessons.lesson_06.engine import check_engine, check_forward
 from minivllm.course.lessons.lesson_06.kernels import check_decode, check_prefill, check_write
 from minivllm.course.lessons.lesson_06.softmax import check_attend_in_pieces, check_merge
 
+STAND_INS = {"check-engine": "check-forward"}
+"""For the check on the real model, the check that the grader runs with other input."""
 __all__ = [
     "check_attend_in_pieces",
     "check_decode",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,15 +11,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from minivllm.course.lessons.lesson_05.launches import check_reads, explained, refuse_problems
 from minivllm.course.lessons.paged_kernels import is_triton
+from minivllm.course.lessons.tensors import see_tensor
+from minivllm.course.observations import expect, fail, is_recording, require, rounds
 from minivllm.kernels.accesses import record_accesses
 from minivllm.kernels.launches import Launch
 
 _BLOCK_SIZES = (1, 2, 4, 8)
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-4, torch.float16: 4e-3}
 """The largest error allowed, as a share of the largest number in the result."""
+_PLAIN = 3
+"""Steps on which loops run as plain Python before they are compiled; then comes a large one, unless the grader looks."""
+_SEEN = 10
+"""Steps that the grader sees."""
 
 
 @dataclass
@@ -42,6 +49,11 @@ class PagedCase:
     context_lens: Tensor
     query_start_loc: Tensor
     scale: float
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     @property
     def context(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -86,14 +98,18 @@ class PagedCase:
         return output
 
 
-def make_large_case(rng: random.Random, generator: torch.Generator, dtype: torch.dtype, decode: bool) -> PagedCase:
-    """One long context in many blocks, whose numbers do not fit into a byte."""
-    return make_case(rng, generator, dtype, decode, (8,), ((150, 1 if decode else 40),))
+def state_of(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest of `[..., n]` scores, the sum of exp(score - largest), and the same sum with each value `[..., n, head_dim]`.
+
+    Of no scores: -infinity, 0 and zeros.
+    """
+    maximum = pad(scores, (1, 0), value=-torch.inf).amax(dim=-1)
+    weights = (scores - maximum[..., None]).exp()
+    return maximum, weights.sum(dim=-1), (weights[..., None] * values).sum(dim=-2)
 
 
 def make_case(
     rng: random.Random,
-    generator: torch.Generator,
     dtype: torch.dtype,
     decode: bool,
     block_sizes: tuple[int, ...] = _BLOCK_SIZES,
@@ -102,12 +118,13 @@ def make_case(
     """A random step. Lengths lie around the ends of blocks, blocks in any order, and some sequences share their first blocks.
 
     Args:
-        rng, generator: Of numbers and of tensors.
+        rng: Of all random numbers.
         dtype: Of the query and the caches.
         decode: Whether each sequence has one new token.
         block_sizes: To choose from.
         lengths: The context and the new tokens of each sequence, if they are not to be random.
     """
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
     block_size, num_kv_heads, group = rng.choice(block_sizes), rng.randint(1, 3), rng.choice((1, 2, 3, 4))
     head_dim, num_seqs = rng.choice((2, 4, 8)), rng.randint(1, 4)
     context_lens = [
@@ -117,25 +134,23 @@ def make_case(
         context_lens[0] = 1
     new = [1] * num_seqs if decode else [rng.choice((1, length, rng.randint(1, length))) for length in context_lens]
     if lengths:
-        num_seqs, (context_lens, new) = len(lengths), map(list, zip(*lengths, strict=True))
+        context_lens, new = map(list, zip(*lengths, strict=True))
     if decode and rng.random() < 0.3:
         context_lens.append(0)  # padding
         new.append(1)
     needed = [-(-length // block_size) for length in context_lens]
-    num_blocks = sum(needed) + (200 if lengths else 0) + rng.randint(1, 3)
-    blocks = list(range(num_blocks))
-    rng.shuffle(blocks)
+    num_blocks = sum(needed) + (200 if lengths else 0) + rng.randint(1, 3)  # with 200 more, a number does not fit into a byte
+    blocks = rng.sample(range(num_blocks), num_blocks)
     tables = [[blocks.pop() for _ in range(count)] for count in needed]
-    if num_seqs > 1 and rng.random() < 0.4:  # a common beginning that was computed before
-        shared = min((length - count) // block_size for length, count in zip(context_lens[:2], new[:2], strict=True))
+    if len(tables) > 1 and rng.random() < 0.4:  # a common beginning that was computed before
+        shared = max(0, min((length - count) // block_size for length, count in zip(context_lens[:2], new[:2], strict=True)))
         tables[1][:shared] = tables[0][:shared]
     width = max(needed) + rng.randint(0, 2)
     padded = [table + [rng.randrange(num_blocks) for _ in range(width - len(table))] for table in tables]
-    num_heads, num_tokens = num_kv_heads * group, sum(new) + (rng.randint(0, 2) if not decode else 0)
+    num_tokens, shape = sum(new) + (rng.randint(0, 2) if not decode else 0), (num_blocks, block_size, num_kv_heads, head_dim)
     case = PagedCase(
-        torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype),
-        torch.full((num_blocks, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype),
-        torch.full((num_blocks, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype),
+        torch.randn(num_tokens, num_kv_heads * group, head_dim, generator=generator).to(dtype),
+        *(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)),
         torch.tensor(padded, dtype=torch.int32), torch.tensor(context_lens, dtype=torch.int32),
         torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32), rng.choice((head_dim**-0.5, 0.3, 1.0)),
     )  # fmt: skip
@@ -171,35 +186,30 @@ def _fill(case: PagedCase, rng: random.Random, generator: torch.Generator) -> No
         case.key_cache.copy_(shift - case.key_cache.abs())
 
 
-def seeds(
-    name: str, rounds: int, dtypes: tuple[torch.dtype, ...]
-) -> Iterator[tuple[random.Random, torch.Generator, torch.dtype]]:
-    """Random situations, the same for everyone."""
-    for number in range(rounds):
-        rng = random.Random(f"{name} {number}")
-        yield rng, torch.Generator().manual_seed(rng.getrandbits(32)), dtypes[number % len(dtypes)]
+def situations(name: str, kernel: Any) -> Iterator[tuple[random.Random, torch.dtype, bool, Any]]:
+    """Random numbers for launches of a kernel: a dtype, whether the step is to be a large one, and what to launch.
 
-
-def dtypes_of(kernel: Any) -> tuple[torch.dtype, ...]:
-    """The dtypes to try: loops get float32 only."""
-    return (torch.float32, torch.float16) if is_triton(kernel) else (torch.float32,)
+    Loops run as plain Python first: there errors have a line, and they can be interrupted. Triton is slow in the interpreter, so it gets fewer
+    steps, in two dtypes. What the grader sees does not depend on the language.
+    """
+    dtypes = (torch.float32, torch.float16) if is_triton(kernel) and not is_recording() else (torch.float32,)
+    count = _SEEN if is_recording() else 24 if is_triton(kernel) else 48
+    for number, rng in enumerate(rounds(name, count)):
+        launched = getattr(kernel, "py_func", kernel) if number < _PLAIN else kernel
+        yield rng, dtypes[number % len(dtypes)], number == _PLAIN and not is_recording(), launched
 
 
 @contextmanager
 def watched(call: str, kernel: Any) -> Iterator[list[Launch]]:
     """Launch a kernel inside: its errors are reported with the line, and so are Triton's out-of-bounds accesses and races."""
     options = getattr(kernel, "targetoptions", None)  # Numba's
-    assert options is None or options.get("boundscheck"), (
-        f"{call}\nKeep the line `@njit(boundscheck=True)`: without it, an index outside of an array ends the whole notebook."
-    )
-    assert callable(kernel) or is_triton(kernel), f"{kernel!r} is not a kernel: keep the line with `def`, and the one above it."
-    with explained(call, kernel):
-        if is_triton(kernel):
-            with record_accesses() as launches:
-                yield launches
-        else:
-            launches = []
-            yield launches
+    if options is not None and not options.get("boundscheck"):
+        rule = "without it, an index outside of an array ends the whole notebook"
+        fail(f"{call}\nKeep the line `@njit(boundscheck=True)`: {rule}.")
+    if not callable(kernel) and not is_triton(kernel):
+        fail(f"{kernel!r} is not a kernel: keep the line with `def`, and the one above it.")
+    with explained(call, kernel), record_accesses() if is_triton(kernel) else nullcontext([]) as launches:
+        yield launches
     for recorded in launches:
         refuse_problems(call, kernel, recorded)
 
@@ -212,28 +222,21 @@ def interpreted() -> AbstractContextManager[Any]:
     return record_accesses() if find_spec("triton") else nullcontext([])
 
 
-def plain(kernel: Any) -> Any:
-    """Loops as Python runs them, whose errors have a line and which can be interrupted; a Triton kernel as it is."""
-    return getattr(kernel, "py_func", kernel)
-
-
-def check_inputs(call: str, before: PagedCase, after: PagedCase) -> None:
+def check_unchanged(call: str, who: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """Raise an AssertionError if an input was written to."""
-    for name in ("query", "key_cache", "value_cache", "block_tables", "context_lens", "query_start_loc"):
-        old, new = getattr(before, name), getattr(after, name)
-        assert torch.equal(old.nan_to_num(7e4), new.nan_to_num(7e4)), (
-            f"{call}\nThe kernel changed {name}, which it must only read."
-        )
+    for name, old in before.items():
+        same = torch.equal(old.nan_to_num(7e4), after[name].nan_to_num(7e4))
+        require(True, same, f"{call}\n{who} changed {name}, which it must only read.")
 
 
 def check_cache_reads(call: str, launches: list[Launch], least: int) -> None:
     """Raise an AssertionError if a Triton kernel has read more of the cache than necessary; the reads of loops are not recorded."""
-    for recorded in launches:
+    for recorded in [] if is_recording() else launches:
         numbers = {tensor.name: i for i, tensor in enumerate(recorded.tensors)}
         check_reads(call, recorded, {numbers[name]: least for name in ("key_cache_ptr", "value_cache_ptr") if name in numbers})
 
 
-def compare(call: str, name: str, got: Tensor, expected: Tensor, places: tuple[str, ...], look: str) -> None:
+def compare(call: str, name: str, got: Any, expected: Tensor, places: tuple[str, ...], look: str) -> None:
     """Raise an AssertionError about the first number that differs from the exact one.
 
     Args:
@@ -243,21 +246,18 @@ def compare(call: str, name: str, got: Tensor, expected: Tensor, places: tuple[s
         places: What the dimensions count, such as ("sequence", "head").
         look: Where to look.
     """
-    assert got.shape == expected.shape, f"{call}\nExpected {name} of shape {list(expected.shape)}\nGot {list(got.shape)}"
+    require(True, isinstance(got, Tensor), f"{call}\nExpected {name}: a tensor\nGot: {got!r}")
+    expect(call, f"{name} of shape", list(expected.shape), list(got.shape), f"the shape of {name}")
+    tolerance = TOLERANCE.get(got.dtype, 2e-4)
+    see_tensor(expected, got, tolerance)
     difference = (got.double() - expected).abs().nan_to_num(nan=torch.inf)
     difference[(got.double() == expected)] = 0  # infinity minus infinity is NaN
-    finite = expected[expected.isfinite()]
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
-    bad = (difference > TOLERANCE.get(got.dtype, 2e-4) * max(largest, 1e-3)).nonzero()
-    if len(bad):
-        place = tuple(bad[0].tolist())
+    largest = max(expected[expected.isfinite()].abs().tolist(), default=0.0)
+    bad = (difference > tolerance * max(largest, 1e-3)).nonzero().tolist()
+    for place in bad[:1]:
         where = ", ".join(f"{what} {number}" for what, number in zip(places, place, strict=False))
-        wrong, right = float(got[place]), float(expected[place])
-        nan = (
-            " That is not a number: was nothing stored there, was an unused slot read, or was infinity subtracted from infinity?"
-            if wrong != wrong
-            else ""
-        )
-        raise AssertionError(
-            f"{call}\nExpected {name} at {where}: {right:.8g}\nGot: {wrong:.8g}.{nan}\n{len(bad)} of {got.numel()} numbers are wrong. Look at {look}."
-        )
+        right, came = float(expected[tuple(place)]), f"{float(got[tuple(place)]):.8g}."
+        if came == "nan.":
+            came += " That is not a number: was nothing stored there, was an unused slot read, or was infinity subtracted from infinity?"
+        wrong = f"{len(bad)} of {got.numel()} numbers are wrong"
+        fail(f"{call}\nExpected {name} at {where}: {right:.8g}\nGot: {came}\n{wrong}. Look at {look}.")
