@@ -175,6 +175,14 @@ class LessonChecks:
                 "what is wrong was not recorded"
             )
 
+    def test_another_check_stands_in_for_each_that_loads_a_model(self):
+        if is_recorded(self.number):
+            lesson = importlib.import_module(f"minivllm.course.lessons.lesson_{self.number}")
+            checks = {cell.name: cell.needs_a_model for cell in read_cells(self.number) if cell.kind == "check"}
+            stand_ins = getattr(lesson, "STAND_INS", {})
+            assert stand_ins.keys() == {name for name, needs_a_model in checks.items() if needs_a_model}
+            assert [name for name in stand_ins.values() if checks[name]] == []
+
     @pytest.mark.long
     @pytest.mark.slow
     def test_the_grader_sees_each_check_in_other_situations(self):
