@@ -47,7 +47,7 @@ class Walk:
 
     def __init__(self, manager: Any, rng: random.Random, most_tables: int) -> None:
         self.manager, self.rng, self.most_tables = manager, rng, most_tables
-        self.block_size = manager.block_size
+        self.block_size: int = manager.block_size
         self.running: list[TokenSequence] = []
         self.swapped: list[TokenSequence] = []
         self.known: dict[str, dict[int, list[int]]] = {place: {} for place in _PLACES}

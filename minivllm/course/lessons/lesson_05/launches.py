@@ -5,8 +5,9 @@ Every launch is interpreted and recorded, on a GPU too, so that out-of-bounds re
 
 from __future__ import annotations
 
+import random
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from minivllm.course.lessons.paged_kernels import function_of
-from minivllm.course.observations import fail
+from minivllm.course.lessons.tensors import see_tensor
+from minivllm.course.observations import fail, require, rounds, see
 from minivllm.kernels.accesses import record_accesses
 from minivllm.kernels.launches import Launch
 
@@ -22,38 +24,93 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 """The largest error allowed, as a share of the largest number in the result."""
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Launch:
+def cases(name: str, count: int) -> Iterator[Case]:
+    """Random situations for a kernel, in float32 and float16 by turns."""
+    for number, rng in enumerate(rounds(name, count)):
+        generator = torch.Generator().manual_seed(rng.getrandbits(32))
+        yield Case(rng, generator, (torch.float32, torch.float16)[number % 2])
+
+
+class Case:
+    """A situation in which a kernel is launched.
+
+    Args:
+        rng, generator: Its random numbers.
+        dtype: Of its tensors.
+    """
+
+    def __init__(self, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> None:
+        self.rng, self.generator, self.dtype = rng, generator, dtype
+
+    def output(self, *shape: int, dtype: torch.dtype | None = None, gap: int = 0) -> Tensor:
+        """A tensor to be written, full of NaN; its rows lie `gap` numbers apart."""
+        return torch.full((*shape[:-1], shape[-1] + gap), torch.nan, dtype=dtype or self.dtype)[..., : shape[-1]]
+
+    def input(self, *shape: int, scale: float = 1.0, gap: int = 0) -> Tensor:
+        """Random numbers; rows lie `gap` numbers apart, with NaN between them."""
+        return self.output(*shape, gap=gap).copy_(scale * torch.randn(*shape, generator=self.generator))
+
+    def run(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        outputs: Mapping[Tensor, tuple[Tensor, str]],
+        least: Mapping[Tensor, int] | None = None,
+        **constants: int,
+    ) -> None:
+        """Launch a kernel and compare.
+
+        Args:
+            kernel, grid, args, constants: The launch.
+            outputs: By tensor, what it must hold afterwards, in double precision, and where to look if it does not.
+            least: How many elements of a tensor must be read, over all programs; for others, each of an input once, and none of an output.
+        """
+        call = describe_call(kernel, grid, *args, **constants)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        before = [tensor.clone() for tensor in tensors]
+        recorded = launch(call, kernel, grid, *args, **constants)
+        numbers = {tensor: number for number, tensor in enumerate(tensors)}
+        for tensor, number in numbers.items():
+            same = tensor in outputs or torch.equal(tensor.nan_to_num(7.0), before[number].nan_to_num(7.0))
+            name = recorded.tensors[number].name
+            require(
+                True, same, f"{call}\nThe launch changed {name}, which must only be read. Look at the pointers of your stores."
+            )
+        for tensor, (expected, look) in outputs.items():
+            compare(call, recorded, numbers[tensor], tensor, expected, look)
+        reads = {tensor: 0 if tensor in outputs else tensor.numel() for tensor in tensors} | dict(least or {})
+        see([recorded.num_bytes("load", numbers[tensor]) > count * tensor.element_size() for tensor, count in reads.items()])
+        check_reads(call, recorded, {numbers[tensor]: count for tensor, count in reads.items()})
+
+
+def launch(call: str, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Launch:
     """Launch a kernel once.
 
     Raises:
         NotImplementedError: The kernel is not written yet.
         AssertionError: It raises something else, or touches forbidden memory.
     """
-    name = getattr(kernel, "__name__", str(kernel))
-    assert hasattr(kernel, "run"), (
-        f"{name} is a {type(kernel).__name__}, not a kernel: keep the line `@triton.jit` above `def {name}`."
-    )
-    call = describe_call(kernel, grid, *args, **constants)
+    if not hasattr(kernel, "run"):
+        name = getattr(kernel, "__name__", str(kernel))
+        fail(f"{name} is a {type(kernel).__name__}, not a kernel: keep the line `@triton.jit` above `def {name}`.")
     with explained(call, kernel), record_accesses() as launches:
         kernel[grid](*args, **constants)
-    recorded = launches[-1]
-    refuse_problems(call, kernel, recorded)
-    return recorded
+    see([problem.kind for problem in launches[-1].problems()])
+    refuse_problems(call, kernel, launches[-1])
+    return launches[-1]
 
 
 def refuse_problems(call: str, kernel: Any, recorded: Launch) -> None:
     """Raise an AssertionError about the first access outside of a tensor, or conflict of programs, if a launch has any."""
-    problems = recorded.problems()
-    if problems:
-        first = problems[0]
-        look = {
-            "outside": "the mask: elements beyond the end must be masked off, in loads and in stores; and at the addresses",
-            "race": "the places that a program writes: no other program may write them",
-            "order": "what a program reads: no other program may write it",
-        }[first.kind]
-        fail(
-            f"{call}\n{first.sentence}.\nLook at {look}. `show_accesses({getattr(kernel, '__name__', 'kernel')}[grid], ...)` draws it."
-        )
+    look = {
+        "outside": "the mask: elements beyond the end must be masked off, in loads and in stores; and at the addresses",
+        "race": "the places that a program writes: no other program may write them",
+        "order": "what a program reads: no other program may write it",
+    }
+    for first in recorded.problems():
+        name = getattr(kernel, "__name__", "kernel")
+        fail(f"{call}\n{first.sentence}.\nLook at {look[first.kind]}. `show_accesses({name}[grid], ...)` draws it.")
 
 
 def describe_call(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> str:
@@ -87,47 +144,29 @@ def explained(call: str, kernel: Any) -> Iterator[None]:
         fail(f"{call}\nThe kernel raised {type(cause).__name__}{where}: {cause}")
 
 
-def make_output(shape: Sequence[int], dtype: torch.dtype, gap: int = 0) -> Tensor:
-    """A tensor to be written, full of NaN; its rows lie `gap` numbers apart."""
-    return torch.full((*shape[:-1], shape[-1] + gap), torch.nan, dtype=dtype)[..., : shape[-1]]
-
-
-def make_input(
-    shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, *, scale: float = 1.0, gap: int = 0
-) -> Tensor:
-    """Random numbers; rows lie `gap` numbers apart, with NaN between them."""
-    x = make_output(shape, dtype, gap)
-    x.copy_(scale * torch.randn(*shape, generator=generator))
-    return x
-
-
-def find_stored(recorded: Launch, number: int) -> set[int]:
-    """The elements of a tensor that the launch has stored, counted in row-major order."""
-    stores = [access.elements for access in recorded.accesses if access.tensor == number and access.kind != "load"]
-    return {element for elements in stores for element in elements.tolist()}
-
-
-def compare(call: str, name: str, got: Tensor, expected: Tensor, look: str, stored: set[int]) -> None:
-    """Raise an AssertionError about the first number that differs from the exact one, which is given in double precision.
+def compare(call: str, recorded: Launch, number: int, got: Tensor, expected: Tensor, look: str) -> None:
+    """Raise an AssertionError about the first number that differs from the exact one.
 
     Args:
         call: The launch in words.
-        name: The output's.
-        got, expected: Its actual and expected contents.
+        recorded: What it did.
+        number: The output's number among its tensors.
+        got, expected: Actual and expected contents.
         look: Where to look.
-        stored: The elements that were written.
     """
-    wanted = expected.double()
-    error = (got.double() - wanted).abs().nan_to_num(nan=torch.inf)
-    largest = float(wanted[wanted.isfinite()].abs().max()) if wanted.isfinite().any() else 1.0
-    bad = (error > TOLERANCE.get(got.dtype, 0.0) * max(largest, 1e-6)).nonzero()
+    wanted, tensor = expected.double(), recorded.tensors[number]
+    largest = max(float(wanted[wanted.isfinite()].abs().max()), 1e-6) if wanted.isfinite().any() else 1.0
+    tolerance = TOLERANCE.get(got.dtype, 0.0)
+    see_tensor(wanted / largest, got / largest, tolerance)
+    bad = ((got.double() - wanted).abs().nan_to_num(nan=torch.inf) > tolerance * largest).nonzero()
     if not len(bad):
         return
     place = tuple(bad[0].tolist())
-    index = f"{name}[{', '.join(map(str, place))}]"
-    number = int(torch.arange(got.numel()).view(got.shape)[place])
+    index = f"{tensor.name}[{', '.join(map(str, place))}]"
+    stores = [access.elements for access in recorded.accesses if access.tensor == number and access.kind != "load"]
+    element = int(torch.arange(got.numel()).view(got.shape)[place])  # counted in row-major order
     seen = f"{float(got[place]):.6g}"
-    if number not in stored:
+    if not any(element in elements for elements in stores):
         seen += ", as before the launch: it was not written"
     elif seen == "nan":
         seen += (
@@ -138,7 +177,7 @@ def compare(call: str, name: str, got: Tensor, expected: Tensor, look: str, stor
     )
 
 
-def check_reads(call: str, recorded: Launch, least: dict[int, int]) -> None:
+def check_reads(call: str, recorded: Launch, least: Mapping[int, int]) -> None:
     """Raise an AssertionError if a launch reads more of a tensor than necessary.
 
     Args:
@@ -154,13 +193,4 @@ def check_reads(call: str, recorded: Launch, least: dict[int, int]) -> None:
             fail(
                 f"{call}\nExpected reads of {tensor.name}: {must} bytes\nGot reads of {tensor.name}: {read} bytes, {much}\n"
                 f"Look at the loads: load a number once, keep it, and use it as often as you like; and load none you do not need. Memory is far away."
-            )
-
-
-def check_unchanged(call: str, names: Sequence[str], tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    """Raise an AssertionError if an input was written to."""
-    for name, tensor, old in zip(names, tensors, before, strict=True):
-        if not torch.equal(tensor.nan_to_num(7.0), old.nan_to_num(7.0)):
-            raise AssertionError(
-                f"{call}\nThe launch changed {name}, which must only be read. Look at the pointers of your stores."
             )
