@@ -18,7 +18,7 @@ from minivllm.course.exercise_cells import GradedCell
 from minivllm.course.grading.borrowed import find_borrowed
 from minivllm.course.grading.kernel_client import KernelDidNotStart, run_cells
 from minivllm.course.grading.limits import CellRun, Limits, Surroundings
-from minivllm.course.grading.observe import NoSuchClass, find_difference, find_observer
+from minivllm.course.grading.observe import find_difference, find_observer
 from minivllm.course.grading.submissions import Cell, DamagedNotebook, Lesson, Submission, restore
 from minivllm.course.grading.untrusted_text import without_colours
 from minivllm.errors import CourseError
@@ -162,10 +162,8 @@ def run_solution(lesson: Lesson, surroundings: Surroundings) -> Solved:
     except KernelDidNotStart as error:
         raise CourseError(f"The solution of {lesson.name} cannot be observed: {error}") from None
     for index, cell in enumerate(cells):
-        if cell.check is not None and observer.covers(cell.cell_id):
+        if cell.check is not None:
             run = runs.get(index, CellRun("late"))
-            if run.observer_run is not None and run.observer_run.error[0] == NoSuchClass.__name__:
-                continue  # a lesson that a teacher has changed
             if not run.observations:
                 why = _unobserved(cell, run.observer_run or run)
                 raise CourseError(f"The check {cell.check.name!r} of {lesson.name} cannot be graded: of its solution, {why}.")
@@ -243,9 +241,8 @@ def surroundings_of(
 
     given = [cell.source for cell in lesson.cells if cell.kind in ("given", "check") and cell.cell_type == "code"]
     observer = find_observer(lesson, seed) if seed is not None else None
-    imported = [f"import {observer.module}"] if observer is not None and observer.module else []
     return Surroundings(
-        preload=(*find_imports(given, "minivllm"), *imported),
+        preload=tuple(find_imports(given, "minivllm")),
         imports=tuple(find_imports(given, "minivllm")),
         unreadable=tuple(unreadable),
         unwritable=tuple(unwritable),

@@ -190,9 +190,9 @@ class Kernel:
     def observe(self, cell: Cell, number: int, deadline: float, run: CellRun) -> None:
         """Run a check that passed once more, with other input, and add what it saw to its run."""
         observer = self.surroundings.observer
-        if observer is None or not observer.covers(cell.cell_id):
+        if observer is None:
             return
-        order = {"kind": "observe", "module": observer.module, "check": cell.cell_id, "seed": observer.seed}
+        order = {"kind": "observe", "seed": observer.seed}
         observed = self.run(replace(cell, source=observer.sources.get(cell.cell_id, cell.source)), number, deadline, order)
         run.observations, run.observer_run = observed.observations or "", observed
         run.starved = run.starved or observed.starved

@@ -10,11 +10,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any
 
 from minivllm.course.grading.submissions import Lesson
@@ -34,11 +32,6 @@ class Observer:
 
     seed: int
     sources: Mapping[str, str] = field(default_factory=dict)
-    module: str = ""
-
-    def covers(self, check_id: str) -> bool:
-        """Whether a check is run once more."""
-        return not self.module or check_id in importlib.import_module(self.module).OBSERVERS
 
 
 def find_observer(lesson: Lesson, seed: int) -> Observer:
@@ -47,23 +40,9 @@ def find_observer(lesson: Lesson, seed: int) -> Observer:
     package = f"minivllm.course.lessons.lesson_{number[0]}" if number else ""
     if not package or importlib.util.find_spec(package) is None:
         return Observer(seed)
-    if importlib.util.find_spec(f"{package}.observe") is not None:
-        return Observer(seed, module=f"{package}.observe")
     stand_ins = getattr(importlib.import_module(package), "STAND_INS", {})
     sources = {cell.cell_id: cell.source for cell in lesson.cells}
     return Observer(seed, {check: sources[other] for check, other in stand_ins.items() if other in sources})
-
-
-class NoSuchClass(LookupError):  # noqa: N818 - shown to the learner
-    """The notebook has no class of the name that the observer asks for."""
-
-
-def observe_class(module: str, check_id: str, namespace: Mapping[str, Any], seed: int) -> str:
-    """Observe a learner's class in its own process, and return the observations as JSON."""
-    class_name, observe = importlib.import_module(module).OBSERVERS[check_id]
-    if class_name not in namespace:
-        raise NoSuchClass(f"there is no class {class_name}")
-    return json.dumps(observe(namespace[class_name], random.Random(f"{check_id} {seed}")), default=index)
 
 
 def find_difference(expected: str, observations: str) -> str | None:
