@@ -31,6 +31,7 @@ _STARTS = "starts = [self.cache.lengths[row] for row in rows]"
 
 class TestChecks(LessonChecks):
     number = "03"
+    with_other_input = frozenset({"check-engine"})
     points = 18
     every = 7
 
