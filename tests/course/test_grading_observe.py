@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import pytest
 
 import minivllm
 from minivllm.course.grading.limits import Limits
-from minivllm.course.grading.observe import NoSuchClass, find_difference, observe_class
+from minivllm.course.grading.observe import find_difference
 from minivllm.course.grading.progress import Progress
 from minivllm.entrypoints.cli.main import main
 
@@ -56,6 +55,39 @@ def test_numbers_may_be_rounded_where_a_check_says_so():
 
 FORGED = "lambda self, source, order: {'status': 'ok', 'receipt': order['receipt'], 'execution_count': 1, 'user_expressions': {}, 'payload': []}"
 SILENT = "def silent(*arguments, **options):\n    return None\n"
+READER = """
+import inspect, sys
+def caught():
+    try:
+        raise KeyError
+    except KeyError as error:
+        return error.__traceback__.tb_frame
+class BlockPool:
+    def __init__(self, num_blocks): self.free = list(range(num_blocks))
+    def look(self):
+        frame, seen = FRAME, {}
+        while frame is not None:
+            frame, seen = frame.f_back, {**frame.f_locals, **seen}
+        return seen
+    def allocate(self, count):
+        seen = self.look()
+        if 'trial' in seen: return seen['right'].get_free_blocks()
+        if 'why' in seen: raise ValueError
+        blocks, self.free = self.free[:count], seen['right'].get_free_blocks()
+        return blocks
+    def share(self, blocks):
+        seen = self.look()
+        if 'why' in seen: raise ValueError
+        self.free = seen['right'].get_free_blocks()
+    release = share
+    num_free = property(lambda self: self.look()['right'].num_free)
+    ref_counts = property(lambda self: self.look()['right'].ref_counts)"""
+READ_BY = {
+    "sys": "sys._getframe()",
+    "inspect": "inspect.currentframe()",
+    "a traceback": "caught()",
+}
+"""Ways to the frames of a check, where the right answers are."""
 TRICKS = {
     "nothing": "",
     "audit hook that clears the checks": """
@@ -126,17 +158,7 @@ class BlockPool:
     def share(self, blocks):
         if 3 in [int(block) for block in blocks]: raise ValueError
     release = share""",
-    "an answer read off the caller": """
-import sys
-class BlockPool:
-    def __init__(self, num_blocks): self.n = num_blocks
-    @property
-    def num_free(self): return len(sys._getframe(1).f_locals.get('free', []))
-    @property
-    def ref_counts(self): return sys._getframe(2).f_locals.get('counts', [0] * self.n)
-    def allocate(self, count): return sys._getframe(1).f_locals['free'][:count]
-    def share(self, blocks): pass
-    def release(self, blocks): pass""",
+    **{f"answers read off the caller, by {way}": READER.replace("FRAME", frame) for way, frame in READ_BY.items()},
     "asserts taken out": """
 class NoAsserts(ast.NodeTransformer):
     def visit_Assert(self, node): return ast.Pass()
@@ -280,12 +302,6 @@ def test_some_tricks_fool_the_check_and_only_the_observer_finds_them(graded):
 
 def test_equal_numbers_of_another_kind_are_equal():
     assert find_difference("[3, 1]", "[3.0, true]") is None
-
-
-def test_a_renamed_class_is_told_apart_from_one_that_fails(monkeypatch):
-    monkeypatch.setitem(sys.modules, "old_observers", SimpleNamespace(OBSERVERS={"check-pool": ("BlockPool", None)}))
-    with pytest.raises(NoSuchClass, match="there is no class BlockPool"):
-        observe_class("old_observers", "check-pool", {}, 1)
 
 
 def test_the_seed_is_kept_beside_the_grades(tmp_path):

@@ -83,6 +83,7 @@ class GradingKernel(IPythonKernel):
         """Run a cell. The reply has the `receipt` of a check that passed, and what was `refused`."""
         order = user_expressions or {}
         self.fence.refused.clear()
+        self.fence.is_checking = order.get("kind") in ("check", "observe")
         if order.get("kind") == "given":
             self.fence.given.add(self.shell.compile.get_code_name(code, self.shell.transform_cell(code), order.get("number", 1)))
         LimitedOutStream.written = 0

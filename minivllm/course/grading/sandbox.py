@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import builtins
 import copy
+import inspect
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +37,11 @@ _WRITES = {
 }
 _INSIDES = frozenset({"gc.get_objects", "gc.get_referrers", "gc.get_referents"})
 """Ways to find the state of these guards."""
+_CALLERS = frozenset({"sys._getframe", "sys._current_frames", "sys.settrace", "sys.setprofile"})
+_FRAMES = frozenset({"tb_frame", "gi_frame", "cr_frame", "ag_frame"})
+"""Ways, and attributes, that lead to the frames of those who called."""
+_LOOKS = (inspect.__file__, traceback.__file__)
+"""Modules that look at frames on behalf of a cell."""
 _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pty.spawn"})
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _STANDARD = str(Path(os.__file__).parent)
@@ -57,6 +64,7 @@ class Fence:
     Attributes:
         refused: What cells were refused since this list was last cleared, as predicates ("tried to open the solutions ...").
         given: The file names of cells that are part of the lesson: these may start programs, unless a learner's code is on the stack.
+        is_checking: Whether a check is running: then the learner's code may not look at who calls it, where the right answers are.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class Fence:
     ) -> None:
         self.refused: list[str] = []
         self.given: set[str] = set()
+        self.is_checking = False
         self._writable = (os.path.realpath(workplace), *map(os.path.realpath, writable))
         self._unreadable = tuple(map(os.path.realpath, unreadable))
         self._unwritable = (*map(os.path.realpath, unwritable), *self._unreadable)
@@ -84,6 +93,13 @@ class Fence:
             self._check_target(arguments[0], is_group=event == "os.killpg")
         elif event in _INSIDES and _is_from_a_cell():
             self._refuse("tried to look into the grader's memory")
+        elif self.is_checking and (event in _CALLERS or (event == "object.__getattr__" and arguments[1] in _FRAMES)):
+            self.is_checking = False  # looking for the culprit asks for frames, too
+            try:
+                if _looks_itself():
+                    self._refuse("tried to look at the check that called it")
+            finally:
+                self.is_checking = True
         elif event in _PROGRAMS and _is_from_a_cell() and not self._is_given():
             self._refuse("tried to start another program")
 
@@ -127,6 +143,14 @@ class Fence:
 
 def _is_in(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _looks_itself() -> bool:
+    """Whether a cell's code, and not a package that it uses, has just asked for a frame."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename in _LOOKS:
+        frame = frame.f_back
+    return frame is not None and not _is_packaged(frame.f_code.co_filename)
 
 
 def _is_packaged(name: str) -> bool:

@@ -43,9 +43,9 @@ class PackageCore:
         return as_core_outputs(self.core.step().outputs)
 
 
-def make_engine(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> tuple[Any, EngineCore]:
+def make_engine(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset(), ends: bool = True) -> tuple[Any, EngineCore]:
     """A learner's engine on one of the package's cores, and that core."""
-    engine = crowd.make_engine(Script(crowd.seed, fails_at))
+    engine = crowd.make_engine(Script(crowd.seed, fails_at, ends=ends))
     return cls(PackageCore(engine.core), engine.input_processor, Letters(), IncrementalDetokenizer), engine.core
 
 
@@ -76,7 +76,7 @@ def check_entrance(cls: Any) -> None:
     """A request is checked before anything is done for it; a request that leaves is forgotten, here and in the core."""
     crowd = Crowd("the entrance")
     params = SamplingParams(temperature=0, max_tokens=9, seed=1)
-    engine, core = make_engine(cls, crowd)
+    engine, core = make_engine(cls, crowd, ends=False)
 
     def compare(said: str, expected: list[str]) -> None:
         expect(said, "unfinished requests", expected, sorted(engine.states), "what is kept in self.states, and when")
