@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,9 @@ def run_offline(
         for i, request in enumerate(requests):
             engine.add_request(f"{i}", request.prompt_token_ids, request.sampling_params(), arrival_time=arrival)
         title = f"{name}, {scheduler}"
-        with tqdm(total=len(requests), desc=title, unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with tqdm(
+            total=len(requests), desc=title, unit="request", disable=not use_tqdm or sys.stderr is None, dynamic_ncols=True
+        ) as bar:
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.error is not None:
@@ -136,7 +139,9 @@ def measure_latency(
             "Latency is measured with batches of at least 1 request, at least 1 round, and at least 2 output tokens."
         )
     results = []
-    with tqdm(total=len(batch_sizes) * (1 + rounds), unit="batch", disable=not use_tqdm, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=len(batch_sizes) * (1 + rounds), unit="batch", disable=not use_tqdm or sys.stderr is None, dynamic_ncols=True
+    ) as bar:
         for batch_size in batch_sizes:
             name = f"batch of {batch_size}"
             bar.set_description(name)

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -144,7 +145,9 @@ async def measure_serving(
     served: list[ServedRequest] = []
     with (
         _ctrl_c_sets(interrupted),
-        tqdm(total=num_requests, desc="served", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar,
+        tqdm(
+            total=num_requests, desc="served", unit="request", disable=not use_tqdm or sys.stderr is None, dynamic_ncols=True
+        ) as bar,
     ):
 
         async def send(request: WorkloadRequest, lateness: float) -> None:

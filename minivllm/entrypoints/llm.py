@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import sys
 import uuid
 from collections import abc
 from numbers import Integral
@@ -157,7 +158,8 @@ class LLM:
 
     def _run_engine(self, outputs: dict[str, RequestOutput], num_requests: int, use_tqdm: bool) -> None:
         num_tokens = 0
-        with tqdm(total=num_requests, desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        is_quiet = not use_tqdm or sys.stderr is None  # closed, as in some daemons
+        with tqdm(total=num_requests, desc="Generating", unit="request", disable=is_quiet, dynamic_ncols=True) as bar:
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
                     if output.finished:

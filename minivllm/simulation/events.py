@@ -10,6 +10,7 @@ import contextlib
 import gc
 import heapq
 import math
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -112,7 +113,7 @@ def run_requests(
     """When each replica that has something to do is to be looked at again: its step ends then, or the next one begins."""
     upcoming, number, num_unfinished = next(requests, None), 0, 0
     room = math.inf if max_concurrency is None else max_concurrency
-    bar = tqdm(total=progress_total, unit="request", disable=progress_total is None, dynamic_ncols=True)
+    bar = tqdm(total=progress_total, unit="request", disable=progress_total is None or sys.stderr is None, dynamic_ncols=True)
     with bar, _rare_collections():
         while upcoming is not None or ends:
             arrival = math.inf if upcoming is None or num_unfinished >= room else max(now, upcoming.arrival_time)

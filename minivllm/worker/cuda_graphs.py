@@ -8,6 +8,7 @@ Mirrors `vllm/v1/worker/gpu/cudagraph_utils.py`.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class DecodeGraphs:
         """
         sizes = sorted(sizes or self.sizes, reverse=True)
         try:
-            for size in tqdm(sizes, desc="Capturing CUDA graphs", disable=len(sizes) == 1):
+            for size in tqdm(sizes, desc="Capturing CUDA graphs", disable=len(sizes) == 1 or sys.stderr is None):
                 self._forward(size)  # compiles the kernels, which cannot be done while capturing
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()

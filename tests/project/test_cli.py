@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -198,3 +199,18 @@ def test_doctor_says_when_the_cache_cannot_be_used(capsys, monkeypatch, tmp_path
     monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path / "file"))
     assert cli.main(["doctor"]) == 1
     assert "CANNOT BE USED" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_closed_standard_error_is_no_error(tiny_llama, tmp_path):
+    code = f"""
+from minivllm import LLM, SamplingParams
+llm = LLM({str(tiny_llama)!r}, skip_tokenizer_init=True, num_gpu_blocks_override=20)
+out = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))[0]
+open({str(tmp_path / "out")!r}, "w").write(repr((out.error, len(out.outputs[0].token_ids))))
+"""
+    folder = tmp_path / "no kernels yet"
+    command = f"exec 2>&-; NUMBA_CACHE_DIR={shlex.quote(str(folder))} exec {shlex.quote(sys.executable)} -c {shlex.quote(code)}"
+    subprocess.run(["bash", "-c", command], timeout=300, check=True)
+    assert (tmp_path / "out").read_text() == "(None, 4)"

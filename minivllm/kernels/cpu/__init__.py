@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import sys
 from pathlib import Path
 
 import numba
@@ -70,7 +71,7 @@ class _CompilationNotice(event.Listener):
             return
         if self.progress is None:
             logging.getLogger(__name__).warning("Compiling the CPU kernels for this model, once; it takes some seconds.")
-            self.progress = tqdm(desc="Compiling", unit=" functions", leave=False, disable=None)
+            self.progress = tqdm(desc="Compiling", unit=" functions", leave=False, disable=sys.stderr is None or None)
         self.depth += 1
 
     def on_end(self, event: event.Event) -> None:
