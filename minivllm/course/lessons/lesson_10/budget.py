@@ -263,10 +263,9 @@ def run_chats(scheduler_cls: Any, manager_cls: Any, seed: str) -> EngineTrace:
     return run_forty(engine, lambda number: chats.add_to([engine]), rng, "Forty requests of chats.", look, errors)
 
 
-def observations_of(trace: EngineTrace) -> list[Any]:
-    """A run's decisions, step by step, and what each request found in the cache."""
-    steps = [record | {"cached": sorted(step.cached_blocks)} for record, step in zip(describe_steps(trace), trace, strict=True)]
-    return [*steps, {name: request.num_cached_tokens for name, request in trace.requests.items()}]
+def steps_of(trace: EngineTrace) -> list[dict[str, Any]]:
+    """A run's decisions, step by step."""
+    return [record | {"cached": sorted(step.cached_blocks)} for record, step in zip(describe_steps(trace), trace, strict=True)]
 
 
 def check_decisions(scheduler_cls: Any, manager_cls: Any) -> None:
@@ -275,7 +274,9 @@ def check_decisions(scheduler_cls: Any, manager_cls: Any) -> None:
         ((scheduler_cls, BlockSpaceManager), (Scheduler, manager_cls), (scheduler_cls, manager_cls), (scheduler_cls, manager_cls))
     ):
         seed = f"chats {number}"
-        expected, got = observations_of(run_chats(Scheduler, BlockSpaceManager, seed)), observations_of(run_chats(*classes, seed))
+        expected, got = run_chats(Scheduler, BlockSpaceManager, seed), run_chats(*classes, seed)
         said = f"Forty requests of chats, with {' and '.join(cls.__name__ for cls in classes)}."
         look = "the checks above, and what happens between two steps: freeing, evicting, matching"
-        compare_steps(said, expected, got, look, "when a request ends")
+        compare_steps(said, steps_of(expected), steps_of(got), look, "when a request ends")
+        found = ({name: request.num_cached_tokens for name, request in trace.requests.items()} for trace in (expected, got))
+        expect(f"{said} All steps are the same.", "num_cached_tokens", *found, "request.metrics.num_cached_tokens")
