@@ -12,7 +12,8 @@ from operator import index
 from typing import Any
 
 from minivllm.core.block_allocator import BlockAllocator
-from minivllm.course.lessons.lesson_04.walk import ask, count, count_references, next_blocks, walks
+from minivllm.course.lessons.lesson_04.looks import ask, count, count_references, next_blocks
+from minivllm.course.lessons.lesson_04.walk import walks
 from minivllm.course.observations import fail, require, rounds
 
 _SHARING_SIZES = (2, 3, 4, 16)

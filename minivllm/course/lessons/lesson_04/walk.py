@@ -6,20 +6,28 @@ pool's business, so no block's number is kept for the grader.
 
 from __future__ import annotations
 
-import copy
 import random
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import index
 from typing import Any
 
 from minivllm.course.lessons.block_tables import add_token, add_tokens, fork_sequence, make_sequence
+from minivllm.course.lessons.lesson_04.looks import (
+    PLACES,
+    ask,
+    check_references,
+    count,
+    count_names,
+    describe_change,
+    name_of,
+    next_blocks,
+    table_of,
+    tables_of,
+)
 from minivllm.course.observations import require, rounds
 from minivllm.request import Sequence as TokenSequence
 
 BLOCK_SIZES = (1, 3, 4, 16)
-_PLACES = {"gpu_pool": "block_tables", "cpu_pool": "swapped_tables"}
-"""The tables of each pool's blocks."""
 _KEEP_WATERMARK: tuple[dict[str, bool], ...] = ({"keep_watermark": True}, {"keep_watermark": False}, {})
 """The arguments of a question about the watermark; without the argument, it is kept."""
 
@@ -50,7 +58,7 @@ class Walk:
         self.block_size: int = manager.block_size
         self.running: list[TokenSequence] = []
         self.swapped: list[TokenSequence] = []
-        self.known: dict[str, dict[int, list[int]]] = {place: {} for place in _PLACES}
+        self.known: dict[str, dict[int, list[int]]] = {place: {} for place in PLACES}
         self.num_grown = 0
 
     def take(self, num_calls: int, calls: str) -> None:
@@ -86,7 +94,7 @@ class Walk:
             return
         manager, seq = self.manager, self.rng.choice(self.running + self.swapped)
         group, place = (self.swapped, "cpu_pool") if seq in self.swapped else (self.running, "gpu_pool")
-        name, pool, tables = name_of(manager, "free"), getattr(manager, place), getattr(manager, _PLACES[place])
+        name, pool, tables = name_of(manager, "free"), getattr(manager, place), getattr(manager, PLACES[place])
         table, queue = list(map(index, tables[seq.seq_id])), next_blocks(pool)
         freed = self._only_in(table, place)
         which = "the whole table" if freed == table else "since other tables name the rest"
@@ -97,7 +105,7 @@ class Walk:
             manager.free(seq)
             got = index(pool.num_free) - before
             require(wanted, got, f"{said}, but released {got}{both}.")
-        left = f"{name} must remove the sequence's table, but it is still in {_PLACES[place]}."
+        left = f"{name} must remove the sequence's table, but it is still in {PLACES[place]}."
         require(False, seq.seq_id in tables, left)
         group.remove(seq)
         self._look("free", seq)
@@ -305,101 +313,6 @@ class Walk:
         for place, known in self.known.items():
             now = tables_of(self.manager, place)
             before, after = ({key: table for key, table in tables.items() if key != seq.seq_id} for tables in (known, now))
-            change = _change(_PLACES[place], before, after) if before != after else ""
+            change = describe_change(PLACES[place], before, after) if before != after else ""
             require(True, before == after, f"{case} must change no other sequence's table, but {change}.")
             self.known[place] = now
-
-
-def ask(manager: Any, question: str, *arguments: Any, **options: Any) -> Any:
-    """Call a method that only answers, and require that it changed no table and no pool."""
-    before = _state_of(manager)
-    answer = getattr(manager, question)(*arguments, **options)
-    after = _state_of(manager)
-    changed = [what for what, value in before.items() if after[what] != value]
-    require(
-        [],
-        changed,
-        lambda: (
-            f"{name_of(manager, question)} only answers a question and must change nothing, but {_change(changed[0], before[changed[0]], after[changed[0]])}."
-        ),
-    )
-    return answer
-
-
-def name_of(manager: Any, method: str) -> str:
-    """The method with the class that wrote it: "Sharing.append_slots"."""
-    owner = next((cls for cls in type(manager).__mro__ if method in vars(cls)), type(manager))
-    return f"{owner.__name__}.{method}"
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun: "no blocks", "1 block", "2 blocks"."""
-    return f"{number or 'no'} {noun}" + ("" if number == 1 else "s")
-
-
-def table_of(manager: Any, seq: TokenSequence) -> list[int]:
-    """A sequence's block table, copied: the manager's own list may change."""
-    return list(map(index, manager.get_block_table(seq)))
-
-
-def tables_of(manager: Any, place: str) -> dict[int, list[int]]:
-    """All tables of blocks of a pool, by the sequence's number."""
-    return {seq_id: list(map(index, table)) for seq_id, table in getattr(manager, _PLACES[place]).items()}
-
-
-def count_names(manager: Any, place: str) -> Counter[int]:
-    """How many tables name each block of a pool."""
-    return Counter(block for table in tables_of(manager, place).values() for block in table)
-
-
-def count_references(pool: Any, num_blocks: int) -> list[int]:
-    """The reference counts of a pool, which may be kept in a list, a dict or an array."""
-    return [index(pool.ref_counts[block]) for block in range(num_blocks)]
-
-
-def next_blocks(pool: Any) -> list[int]:
-    """The free blocks of a pool in the order in which it would hand them out."""
-    trial = copy.deepcopy(pool)
-    return [index(block) for block in trial.allocate(index(trial.num_free))]
-
-
-def check_references(case: str, manager: Any) -> None:
-    """Require that each reference count is the number of tables that name the block, on the device and on the host."""
-    for place, num_blocks in (("gpu_pool", manager.num_gpu_blocks), ("cpu_pool", manager.num_cpu_blocks)):
-        pool, named = getattr(manager, place), count_names(manager, place)
-        counts = count_references(pool, num_blocks)
-        wrong = next((block for block in range(num_blocks) if counts[block] != named[block]), None)
-        got, wanted = (0, 0) if wrong is None else (counts[wrong], named[wrong])
-        verb, many, few = (
-            ("names" if wanted == 1 else "name"),
-            "a release is missing, or a share",
-            "a share is missing, or a release",
-        )
-        said = f"After {case}: {count(wanted, 'table')} {verb} block {wrong} of {place}, but its reference count is {got}"
-        require(None, wrong, f"{said}: {many if got > wanted else few} is one too many.")
-        num_free = num_blocks - len(named)
-        said = f"After {case}: {count(num_free, 'block')} of {place} {'is' if num_free == 1 else 'are'} in no table"
-        require(num_free, index(pool.num_free), f"{said}, but num_free is {pool.num_free}.")
-
-
-def _state_of(manager: Any) -> dict[str, Any]:
-    """Everything that a question must not change, by its name in messages."""
-    state: dict[str, Any] = {}
-    for place, num_blocks in (("gpu_pool", manager.num_gpu_blocks), ("cpu_pool", manager.num_cpu_blocks)):
-        pool = getattr(manager, place)
-        state[f"{place}.num_free"] = index(pool.num_free)
-        state[f"{place}.ref_counts"] = count_references(pool, num_blocks)
-        state[f"the order in which {place} hands out its free blocks"] = next_blocks(pool)
-        state[_PLACES[place]] = tables_of(manager, place)
-    return state
-
-
-def _change(what: str, before: Any, after: Any) -> str:
-    """What has changed in a part of the state."""
-    if isinstance(before, dict):
-        key = next(key for key in [*before, *after] if before.get(key) != after.get(key))
-        return f"a table in {what} changed from {before.get(key)} to {after.get(key)}"
-    if isinstance(before, list):
-        place = next(i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
-        return f"{what} changed: where {before[place]} stood, entry {place}, there is {after[place]} now"
-    return f"{what} changed from {before} to {after}"
