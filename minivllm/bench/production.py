@@ -87,6 +87,8 @@ def load_trace(name: str) -> list[Any]:
         ) from None
     if not trace:
         raise ConfigError(f"{name} is not a trace: it has no requests.")
+    if any(request.prompt_len < 0 or request.output_len < 0 for request in trace):
+        raise ConfigError(f"{name} is not a trace: it has a request with a negative number of tokens.")
     return trace
 
 

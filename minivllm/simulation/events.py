@@ -122,6 +122,7 @@ def run_requests(
             while coordinator.due < now:  # nothing has been reported since it was due
                 for index, load in coordinator.publish(coordinator.due).items():
                     router.update(index, load)
+                coordinator.skip_to(now)
             if upcoming is not None and arrival <= step_end:
                 index = router.route(upcoming.prompt_token_ids)
                 replica = replicas[index]

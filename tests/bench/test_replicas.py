@@ -83,6 +83,11 @@ def test_bad_input_is_refused_in_a_sentence():
         simulate_replicas(workload(), 2, routing="best")
 
 
+def test_a_long_pause_takes_no_time():
+    requests = [WorkloadRequest([1] * 10, 5, arrival_time) for arrival_time in (0.0, 1e12, 1e12 + 1)]
+    assert simulate_replicas(requests, 2, **ENGINE).completed == 3
+
+
 def test_percentiles_of_a_histogram_are_exact_to_a_percent():
     rng = random.Random(0)
     values = [rng.lognormvariate(-3, 2) for _ in range(5000)]
@@ -109,6 +114,7 @@ def test_traces_are_found_by_name_and_read_from_files(tmp_path):
         ("bad.jsonl", '{"timestamp": 1}'),
         ("bad.jsonl.gz", "plain"),
         ("no.csv", ""),
+        ("negative.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,-4,5\n"),
     ):
         (tmp_path / name).write_text(content)
         with pytest.raises(ConfigError, match="is not a trace"):

@@ -17,7 +17,7 @@ from submissions import cases
 
 from minivllm.entrypoints.cli.main import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(cases(Path("/solutions"), Path("/project")))
 

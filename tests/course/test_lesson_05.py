@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, ab
 
 class TestChecks(LessonChecks):
     number = "05"
+    with_other_input = frozenset({"check-engine"})
     every = 47
     fewest = 7
 

@@ -43,6 +43,7 @@ LOOPS, KERNEL = "numba", "triton"
 
 class TestChecks(LessonChecks):
     number = "06"
+    every_wrong = 2
     every = 47
     fewest = 10
 
@@ -73,6 +74,7 @@ def test_an_untouched_exercise_fails_at_its_checks_and_nowhere_else(language):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_grader_sees_the_same_in_both_languages():
     loops, kernels = (run_cells(in_language(CELLS, language), seed=3) for language in (LOOPS, KERNEL))
     assert loops.failed == kernels.failed == []
@@ -153,6 +155,7 @@ def test_16_bit_caches_are_written_by_loops_too():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_without_triton_the_loops_earn_all_points():
     """As on macOS: importing Triton fails, and the kernels' cells can be run all the same."""
     code = textwrap.dedent(

@@ -152,6 +152,7 @@ def test_a_file_that_lacks_a_tensor_is_refused_when_it_is_loaded(tmp_path):
         LLM(str(tmp_path / "m.gguf"), skip_tokenizer_init=True, num_gpu_blocks_override=4)
 
 
+@pytest.mark.long
 def test_a_file_generates_text(tmp_path):
     from minivllm import LLM, SamplingParams
 

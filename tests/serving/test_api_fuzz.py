@@ -234,6 +234,7 @@ def exchange(server, sent: bytes) -> bytes:
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999999\r\n\r\n{",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
         b"\x16\x03\x01\x00\xff" * 1000,
         b"GET /%00%ff%2e%2e/x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
     ],
@@ -245,11 +246,13 @@ def exchange(server, sent: bytes) -> bytes:
         "a negative length",
         "a huge length",
         "no chunk",
+        "no chunk of a body that nobody reads",
         "TLS",
         "bytes",
     ],
 )
-def test_what_is_no_request_gets_a_4xx_or_nothing(server, sent):
+def test_what_is_no_request_gets_a_4xx_or_nothing(server, sent, caplog):
     answer = exchange(server, sent)
     assert not answer or answer.startswith(b"HTTP/1.1 4"), answer[:200]
     assert httpx.get(f"{server.url}/health").status_code == 200
+    assert [record for record in caplog.records if record.exc_info] == []

@@ -133,6 +133,8 @@ class LessonChecks:
     """How many small mistakes must be tried at the least."""
     with_other_input: ClassVar[frozenset[str]] = frozenset()
     """The checks on a real model that have random input, too, and so need no other to stand in for them."""
+    every_wrong: ClassVar[int] = 1
+    """Every how many of the wrong answers one is tried without --long."""
     every: ClassVar[int | None] = None
     """Every how many of the small mistakes that `mutate_lesson.py` makes one is tried; None if the lesson has another test of them."""
 
@@ -150,8 +152,9 @@ class LessonChecks:
                 answers = read_answers(self.number, kind)
                 if kind == "right":
                     answers = combine(answers, read_cells(self.number))
+                often = self.every_wrong if kind == "wrong" else len(answers)
                 marks = [
-                    pytest.mark.long if kind == "right" and place and not answer.about else ()
+                    pytest.mark.long if place % often and not (kind == "right" and answer.about) else ()
                     for place, answer in enumerate(answers)
                 ]
                 metafunc.parametrize(

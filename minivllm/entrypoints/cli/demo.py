@@ -18,6 +18,7 @@ from minivllm.config import EngineArgs
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.trace import EngineTrace
 from minivllm.entrypoints.llm import LLM
+from minivllm.errors import ConfigError
 from minivllm.sampling_params import SamplingParams
 
 PROMPTS = [
@@ -34,6 +35,8 @@ MEAN_OUTPUT_LEN = 40
 
 def demo(folder: Path) -> None:
     """Run the demo and save its picture in `folder`; without matplotlib, say so and draw none."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: name a folder for the picture.")
     print("1. Four prompts, completed in one batch by SmolLM2-135M on this machine\n")
     llm = LLM("smollm2-135m", max_num_seqs=MAX_NUM_SEQS, max_model_len=1024, kv_cache_memory_bytes=64 * 2**20)
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=32, seed=0))

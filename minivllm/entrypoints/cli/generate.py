@@ -67,7 +67,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
             completions = [{"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in output.outputs]
             print(json.dumps({"prompt": output.prompt, "outputs": completions, "error": output.error}, ensure_ascii=False))
             continue
-        prompt = f"\033[1m{output.prompt}\033[0m" if sys.stdout.isatty() else output.prompt
+        prompt = f"\033[1m{output.prompt}\033[0m" if sys.stdout is not None and sys.stdout.isatty() else output.prompt
         for completion in output.outputs:
             print(f"{prompt}{completion.text}\n")
     return 1 if any(output.error for output in outputs) else 0

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import uuid
 
+import h11
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -77,6 +78,8 @@ class RequestMiddleware:
                 await last_word(error.response()(scope, receive, send_with_id), scope)
             else:
                 await last_word(send_with_id({"type": "http.response.body", "body": b""}), scope)
+        except h11.LocalProtocolError:  # uvicorn has already refused the rest of a malformed request
+            record.end = "malformed request"
         except Exception as failure:
             error = as_api_error(failure)
             record.end, record.error = "error", error.message
