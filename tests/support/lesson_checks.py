@@ -113,11 +113,6 @@ def solve(cells: tuple[Cell, ...], seed: int | None) -> Outcome:
     return run_cells(cells, seed=seed)
 
 
-def is_recorded(number: str) -> bool:
-    """Whether the lesson's checks record what they see."""
-    return importlib.util.find_spec(f"minivllm.course.lessons.lesson_{number}.observe") is None
-
-
 class LessonChecks:
     """The tests themselves: a lesson's test class inherits them, and says what is different about the lesson."""
 
@@ -172,27 +167,21 @@ class LessonChecks:
 
     def look_from_outside(self, wrong: Answer, outcome: Outcome, check: str) -> None:
         """What the check saw of a wrong answer is not what it sees of the solution: the grader would notice, whatever the check says."""
-        if is_recorded(self.number):
-            seen = outcome.seen[check]
-            expected = solve(tuple(self.cells_for(wrong)[0]), None).seen[check]
-            is_error = not isinstance(outcome.checks[check], AssertionError)
-            assert is_error or find_difference(json.dumps(expected[: len(seen)]), json.dumps(seen)), (
-                "what is wrong was not recorded"
-            )
+        seen = outcome.seen[check]
+        expected = solve(tuple(self.cells_for(wrong)[0]), None).seen[check]
+        is_error = not isinstance(outcome.checks[check], AssertionError)
+        assert is_error or find_difference(json.dumps(expected[: len(seen)]), json.dumps(seen)), "what is wrong was not recorded"
 
     def test_another_check_stands_in_for_each_that_loads_a_model(self):
-        if is_recorded(self.number):
-            lesson = importlib.import_module(f"minivllm.course.lessons.lesson_{self.number}")
-            checks = {cell.name: cell.needs_a_model for cell in read_cells(self.number) if cell.kind == "check"}
-            stand_ins = getattr(lesson, "STAND_INS", {})
-            assert stand_ins.keys() == {name for name, needs_a_model in checks.items() if needs_a_model} - self.with_other_input
-            assert [name for name in stand_ins.values() if checks[name]] == []
+        lesson = importlib.import_module(f"minivllm.course.lessons.lesson_{self.number}")
+        checks = {cell.name: cell.needs_a_model for cell in read_cells(self.number) if cell.kind == "check"}
+        stand_ins = getattr(lesson, "STAND_INS", {})
+        assert stand_ins.keys() == {name for name, needs_a_model in checks.items() if needs_a_model} - self.with_other_input
+        assert [name for name in stand_ins.values() if checks[name]] == []
 
     @pytest.mark.long
     @pytest.mark.slow
     def test_the_grader_sees_each_check_in_other_situations(self):
-        if not is_recorded(self.number):
-            pytest.skip("has observers")
         cells = tuple(read_cells(self.number))
         usual, other = solve(cells, None), solve(cells, 7)
         assert other.failed == [] and [name for name, seen in usual.seen.items() if seen == other.seen[name]] == []
