@@ -74,7 +74,8 @@ def _run(engine: Any, crowd: Crowd, rng: random.Random) -> Any:
 
 def check_entrance(cls: Any) -> None:
     """A request is checked before anything is done for it; a request that leaves is forgotten, here and in the core."""
-    crowd = Crowd("the entrance")
+    crowd, text = Crowd("the entrance"), "".join(seeded("entrance").sample("abcdefghijklm", 5))
+    prompt = Letters().encode(text)
     params = SamplingParams(temperature=0, max_tokens=9, seed=1)
     engine, core = make_engine(cls, crowd, ends=False)
 
@@ -97,13 +98,13 @@ def check_entrance(cls: Any) -> None:
             f"{said}\nExpected: a RequestError\nGot: nothing was raised\nLook at add_request: what process_inputs raises must propagate, and ids must be unique."
         )
 
-    engine.add_request("first", "abc", params)
+    engine.add_request("first", text, params)
     compare("One request was added.", ["first"])
     request = core.scheduler.requests["first"]
     expect(
-        "add_request('first', 'abc', params)",
+        f"add_request('first', {text!r}, params)",
         "the core's prompt",
-        [1, 2, 3],
+        prompt,
         request.prompt_token_ids,
         "the request that the core gets: core_request",
     )
@@ -117,7 +118,7 @@ def check_entrance(cls: Any) -> None:
     expect(
         "A request with an id in use was refused.",
         "the core's prompt",
-        [1, 2, 3],
+        prompt,
         tokens,
         "the order: process, check, and only then tell the core",
     )
