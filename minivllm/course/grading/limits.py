@@ -52,7 +52,7 @@ class Surroundings:
         unwritable: Folders in which cells must not write.
         sandboxed: Whether to run the kernel in bubblewrap's sandbox.
         num_threads: Its compute threads: its share of the processors.
-        observer: Observes the class of each check that passed.
+        observer: Runs each check that passed once more, with other input; None where nothing is graded.
         seconds: How long each check took with the lesson's solution, by its id.
     """
 
@@ -84,7 +84,7 @@ class CellRun:
     starved: bool = False
     """Whether it ran too long while something else had the processor."""
     observations: str | None = None
-    """What was observed of the learner's class after a check that passed."""
+    """What a check that passed saw when it was run with other input."""
     observer_run: CellRun | None = None
     """How that observation ended."""
     seconds: float = 0.0
