@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,8 @@ WIDTH = 900
 """Maximum width of a widget in pixels, for figures 9 inches wide."""
 _DOTS_PER_INCH = 125
 """A quarter more than the page's, for sharp text on high-resolution screens."""
+_FRAME_MS, _REST_MS = 800, 2500
+"""How long a film shows a picture, and how long the one that it rests on."""
 
 
 class WidgetError(MinivllmError, ImportError):
@@ -50,8 +53,32 @@ def to_png(figure: Figure) -> bytes:
     canvas.draw()
     picture = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba(), "raw", "RGBA", 0, 1).convert("RGB")
     buffer = io.BytesIO()
-    picture.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(buffer, "PNG", compress_level=6)
+    _quantize(picture).save(buffer, "PNG", compress_level=6)
     return buffer.getvalue()
+
+
+def to_film(pngs: Sequence[bytes], still: int) -> bytes:
+    """An animated PNG of some pictures, which rests on one of them; where nothing moves, as on paper, that one is shown.
+
+    Args:
+        pngs: In order; at least one.
+        still: The index of the one to rest on.
+    """
+    frames = [Image.open(io.BytesIO(png)).convert("RGB") for png in pngs]
+    width, height = max(frame.width for frame in frames), max(frame.height for frame in frames)
+    strip = Image.new("RGB", (width, height * len(frames)), "white")  # all frames of an animated PNG have the same colours
+    for number, frame in enumerate(frames):
+        strip.paste(frame, (0, number * height))
+    strip = _quantize(strip)
+    frames = [strip.crop((0, number * height, width, (number + 1) * height)) for number in range(len(frames))]
+    times = [_REST_MS if number == still else _FRAME_MS for number in range(len(frames))]
+    buffer = io.BytesIO()
+    frames[still].save(buffer, "PNG", save_all=True, default_image=True, append_images=frames, duration=times, loop=0)
+    return buffer.getvalue()
+
+
+def _quantize(picture: Image.Image) -> Image.Image:
+    return picture.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
 
 
 def make_image() -> Any:
@@ -72,9 +99,10 @@ def _pictured_box() -> type:
     """The class behind `make_box`, defined on first use because it needs ipywidgets."""
 
     class PicturedBox(import_widgets().VBox):  # type: ignore[misc]  # a base class known only at run time
-        """A column of widgets that shows its picture where there are no widgets."""
+        """A column of widgets that shows its picture, or its film, where there are no widgets."""
 
         picture: Any = None
+        film: Callable[[], bytes] | None = None
         sentence = ""
 
         def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
@@ -82,7 +110,8 @@ def _pictured_box() -> type:
             if bundle is not None:
                 bundle["text/plain"] = self.sentence
                 if self.picture is not None and self.picture.value:
-                    bundle["image/png"] = base64.b64encode(self.picture.value).decode("ascii")
+                    png = self.film() if self.film else self.picture.value
+                    bundle["image/png"] = base64.b64encode(png).decode("ascii")
             return bundle
 
     return PicturedBox

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from minivllm.engine.trace import EngineTrace
-from minivllm.viz.notebook import import_widgets, make_box, make_image, show_png, to_png
+from minivllm.viz.notebook import import_widgets, make_box, make_image, show_png, to_film, to_png
 from minivllm.viz.step import draw_step
 
 if TYPE_CHECKING:
@@ -17,12 +17,14 @@ SPEEDS = {"1 step/s": (1000, 1), "3 steps/s": (333, 1), "10 steps/s": (100, 1), 
 """Milliseconds between pictures, and steps per picture."""
 _NUM_KEPT = 200
 """Cached pictures, about 0.1 MB each."""
+_NUM_FILMED = 8
+"""Pictures that move by themselves where there are no widgets, about 25 KB each."""
 
 
 def play(trace: EngineTrace, step: int = 0) -> VBox:
     """Controls (play, pause, step back and forward, a slider, the speed) above the picture of a step.
 
-    Without widgets (on GitHub, on paper) the picture of the current step is shown. `draw_step(trace, step)` draws any step as an
+    Without widgets (on GitHub) a film of the steps around the first one is shown, on paper that one. `draw_step(trace, step)` draws any step as an
     ordinary figure.
 
     Args:
@@ -93,11 +95,16 @@ def make_player(
     def set_speed(change: dict[str, Any]) -> None:
         box.play.interval, box.play.step = change["new"]
 
+    def film() -> bytes:
+        around = range(num_steps)[max(0, min(box.slider.value - 2, num_steps - _NUM_FILMED)) :][:_NUM_FILMED]
+        return to_film([draw_png(number) for number in around], around.index(box.slider.value))
+
     box.slider.observe(show, "value")
     box.back.on_click(lambda _: move(-1))
     box.forward.on_click(lambda _: move(1))
     box.speed.observe(set_speed, "value")
     set_speed({"new": box.speed.value})
     widgets.link((box.play, "value"), (box.slider, "value"))
+    box.film = film
     box.children = (widgets.HBox([box.play, box.back, box.forward, box.slider, box.speed]), image)
     return box
