@@ -2,7 +2,7 @@
 
 Lessons import these names from here. All are cheap: they load neither torch nor matplotlib.
 
-    from minivllm.course import check, my_parts, show_results, show_source
+    from minivllm.course import check, my_parts, predict, show_results, show_source
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minivllm.course.checks import CheckFailed, check
+from minivllm.course.predictions import predict
 from minivllm.course.results import show_results
 from minivllm.course.sources import show_source
 
 if TYPE_CHECKING:
     from minivllm.course.parts import EngineParts
 
-__all__ = ["CheckFailed", "check", "my_parts", "show_results", "show_source"]
+__all__ = ["CheckFailed", "check", "my_parts", "predict", "show_results", "show_source"]
 
 
 def my_parts(folder: Path | str = ".") -> EngineParts:

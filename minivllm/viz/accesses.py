@@ -78,7 +78,7 @@ def show_accesses(launch: Callable[..., Any], *args: Any, **kwargs: Any) -> VBox
     problems = [problem for launch in launches for problem in launch.problems()]
     found = "no mistakes" if not problems else f"{len(problems)} mistakes" if len(problems) > 1 else "1 mistake"
     sentence = f"{len(pages) - len(launches)} accesses, {found}; `draw_accesses(box.launches[0])` draws the launch as a figure."
-    box = make_player(len(pages), draw, 0, sentence)
+    box = make_player(len(pages), draw, 0, sentence, num_filmed=4)
     box.launches, box.problems = launches, problems
     return box
 

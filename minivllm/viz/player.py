@@ -17,8 +17,6 @@ SPEEDS = {"1 step/s": (1000, 1), "3 steps/s": (333, 1), "10 steps/s": (100, 1), 
 """Milliseconds between pictures, and steps per picture."""
 _NUM_KEPT = 200
 """Cached pictures, about 0.1 MB each."""
-_NUM_FILMED = 8
-"""Pictures that move by themselves where there are no widgets, about 25 KB each."""
 
 
 def play(trace: EngineTrace, step: int = 0) -> VBox:
@@ -53,7 +51,14 @@ def play(trace: EngineTrace, step: int = 0) -> VBox:
 
 
 def make_player(
-    num_steps: int, draw_png: Callable[[int], bytes], step: int, sentence: str, alone: str = "", *, name: str = "step"
+    num_steps: int,
+    draw_png: Callable[[int], bytes],
+    step: int,
+    sentence: str,
+    alone: str = "",
+    *,
+    name: str = "step",
+    num_filmed: int = 8,
 ) -> VBox:
     """Controls above the picture of a step.
 
@@ -64,6 +69,7 @@ def make_player(
         sentence: What it is, where there are no widgets.
         alone: The text above the only step, instead of the controls.
         name: What the slider counts.
+        num_filmed: How many steps a page without widgets shows, one after another; each takes about 25 KB of a stored notebook.
 
     Returns:
         A box for the notebook to show.
@@ -96,7 +102,7 @@ def make_player(
         box.play.interval, box.play.step = change["new"]
 
     def film() -> bytes:
-        around = range(num_steps)[max(0, min(box.slider.value - 2, num_steps - _NUM_FILMED)) :][:_NUM_FILMED]
+        around = range(num_steps)[max(0, min(box.slider.value - 2, num_steps - num_filmed)) :][:num_filmed]
         return to_film([draw_png(number) for number in around], around.index(box.slider.value))
 
     box.slider.observe(show, "value")

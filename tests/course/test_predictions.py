@@ -1,4 +1,4 @@
-"""A lesson asks before it tells: where it says "Predict", nothing that stands below gives the answer away.
+"""A lesson asks before it tells: where it says "Predict", nothing that stands below gives the answer away, and guesses are compared.
 
 The output of the cells that answer is folded (`outputs_hidden`); so is the text that comments on it, up to what is not the answer.
 """
@@ -12,6 +12,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from minivllm.course import predict
 from minivllm.course.folds import cover_answers, is_folded, uncover_answers
 
 ROOT = Path(__file__).parents[2]
@@ -138,3 +139,36 @@ def test_an_answer_is_covered_once_and_uncovered():
     assert find_spoilers(notebook.cells) == []
     uncover_answers(notebook)
     assert [cell.outputs for cell in notebook.cells[:3]] == [[output], [], [output]]
+
+
+# -- what a learner predicts -----------------------------------------------------------------------------------------
+
+
+def test_a_guess_stands_next_to_its_answer(capsys):
+    predict(steps=12, blocks=3, memory_read=2.0, tokens_lost=5, empty=0, share=44.0).compare(
+        steps=17, blocks=3, memory_read=1.93, tokens_lost=0, empty=7, share=43.97
+    )
+    rows = capsys.readouterr().out.splitlines()
+    assert [re.split(r"  +", row) for row in rows[1:]] == [
+        ["steps", "12", "17", "too low by a factor of 1.4"],
+        ["blocks", "3", "3", "right"],
+        ["memory read", "2", "1.93", "close, a little high"],
+        ["tokens lost", "5", "0", "too high"],
+        ["empty", "0", "7", "too low"],
+        ["share", "44", "44", "right"],
+    ]
+
+
+def test_without_a_guess_the_answer_comes_with_a_word_on_how_to_make_one(capsys):
+    predict(steps=None, blocks=3).compare(steps=12345, blocks=3)
+    assert "12,345" in (said := capsys.readouterr().out) and "in place of None" in said
+    predict(steps=4).compare(steps=4)
+    assert "None" not in capsys.readouterr().out
+
+
+def test_a_guess_that_is_no_number_and_an_answer_to_another_question_are_refused():
+    for guess in ("twelve", True, [3]):
+        with pytest.raises(TypeError, match="Write a number, such as steps=12, in place of"):
+            predict(steps=guess)
+    with pytest.raises(ValueError, match="Predicted were steps, but the answers are blocks"):
+        predict(steps=3).compare(blocks=3)
