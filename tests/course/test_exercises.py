@@ -11,10 +11,10 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-from course_notebooks import ADD, CHECK_ADD, cell, solved_notebook
+from course_notebooks import ADD, CHECK_ADD, by_id, cell, solved_notebook, write
 
 from minivllm.course.exercise_cells import find_problems, graded_cells, is_answer, is_check, read_notebook
-from minivllm.course.exercises import generate_exercises, main, make_exercise, write_exercises
+from minivllm.course.exercises import generate_exercises, main, make_exercise
 from minivllm.errors import CourseError
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +28,6 @@ def twice(a):
     \"\"\"Two times a number.\"\"\"
     raise NotImplementedError("write this")
 """
-
-
-def by_id(notebook):
-    return {cell.id: cell for cell in notebook.cells}
 
 
 def code_cells(notebook):
@@ -50,27 +46,15 @@ def was_run(notebook):
 
 
 def test_what_is_between_the_markers_is_to_be_written_and_all_else_stays():
-    solution = solved_notebook()
+    solution = was_run(solved_notebook())
+    original = copy.deepcopy(solution)
     exercise = make_exercise(solution)
     assert by_id(exercise)["answer"].source == ADD_TO_BE_WRITTEN
-    assert [cell.id for cell in exercise.cells] == [cell.id for cell in solution.cells]
+    assert by_id(exercise).keys() == by_id(solution).keys()
     for before, after in zip(solution.cells, exercise.cells, strict=True):
         assert after.metadata.nbgrader == before.metadata.nbgrader
         assert after.source == before.source or is_answer(after)
-
-
-def test_an_exercise_has_no_trace_of_a_run():
-    exercise = make_exercise(was_run(solved_notebook()))
-    assert exercise == make_exercise(solved_notebook())
-    for code in code_cells(exercise):
-        assert (code.outputs, code.execution_count) == ([], None)
-
-
-def test_a_solution_is_left_as_it_is():
-    solution = was_run(solved_notebook())
-    before = copy.deepcopy(solution)
-    make_exercise(solution)
-    assert solution == before
+    assert solution == original
 
 
 def test_every_code_cell_is_tagged_and_keeps_its_other_tags():
@@ -82,51 +66,24 @@ def test_every_code_cell_is_tagged_and_keeps_its_other_tags():
     assert "tags" not in exercise["title"].metadata
 
 
-def test_the_same_solution_gives_the_same_bytes(tmp_path):
-    for run, text in enumerate((nbformat.writes(solved_notebook()), json.dumps(was_run(solved_notebook())))):
-        folder = tmp_path / str(run)
-        folder.mkdir()
-        (folder / "99_adding.ipynb").write_text(text)
-        assert main(["--solutions", str(folder), "--exercises", str(folder / "out")]) == 0
-    first, second = ((tmp_path / run / "out" / "99_adding.ipynb").read_bytes() for run in "01")
-    assert first == second
-    assert first.endswith(b"}\n")
-    nbformat.validate(nbformat.reads(first.decode(), as_version=4))
-
-
-WRONG_MARKERS = {
-    "no end": ADD.replace("    ### END SOLUTION\n", "", 1).split("\n\n\n")[0],
-    "no begin": ADD.replace("    ### BEGIN SOLUTION\n", "", 1),
-    "begun twice": ADD.replace("    ### END SOLUTION\n", "", 1),
-    "not Python": "if True:\n    ### BEGIN SOLUTION\n    pass\n    ### END SOLUTION\n  else:\n    pass",
-    "outside a function": "### BEGIN SOLUTION\nx = 1\n### END SOLUTION",
-    "in an if": "if True:\n    ### BEGIN SOLUTION\n    x = 1\n    ### END SOLUTION",
-    "in a class body": "class A:\n    ### BEGIN SOLUTION\n    x = 1\n    ### END SOLUTION",
-    "no marker": "def add(a, b):\n    return a + b",
-}
-SAYS = {
-    "no end": "line 2 lacks an ### END SOLUTION after it",
-    "no begin": "line 3 lacks a ### BEGIN SOLUTION before it",
-    "begun twice": "line 8 comes before the ### END SOLUTION for line 2",
-    "not Python": "it is not valid Python",
-    "no marker": "it is an answer, but lacks ### BEGIN SOLUTION",
-}
-
-
-@pytest.mark.parametrize("name", WRONG_MARKERS)
-def test_wrong_markers_are_told_in_one_sentence_that_names_the_cell(name):
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (ADD.replace("    ### END SOLUTION\n", "", 1).split("\n\n\n")[0], "line 2 lacks an ### END SOLUTION after it"),
+        (ADD.replace("    ### BEGIN SOLUTION\n", "", 1), "line 3 lacks a ### BEGIN SOLUTION before it"),
+        (ADD.replace("    ### END SOLUTION\n", "", 1), "line 8 comes before the ### END SOLUTION for line 2"),
+        ("if True:\n    ### BEGIN SOLUTION\n    pass\n    ### END SOLUTION\n  else:\n    pass", "it is not valid Python"),
+        ("### BEGIN SOLUTION\nx = 1\n### END SOLUTION", "outside a function"),
+        ("if True:\n    ### BEGIN SOLUTION\n    x = 1\n    ### END SOLUTION", "outside a function"),
+        ("class A:\n    ### BEGIN SOLUTION\n    x = 1\n    ### END SOLUTION", "outside a function"),
+        ("def add(a, b):\n    return a + b", "it is an answer, but lacks ### BEGIN SOLUTION"),
+    ],
+)
+def test_wrong_markers_are_told_in_one_sentence_that_names_the_cell(answer, problem):
     with pytest.raises(CourseError) as caught:
-        make_exercise(solved_notebook(answer=WRONG_MARKERS[name]))
-    assert str(caught.value).startswith("Cell 'answer': ")
-    assert SAYS.get(name, "outside a function") in str(caught.value)
-    assert str(caught.value).endswith(".")
-    assert "\n" not in str(caught.value)
-
-
-def remade(change):
-    notebook = solved_notebook()
-    change(by_id(notebook), notebook)
-    return notebook
+        make_exercise(solved_notebook(answer=answer))
+    assert str(caught.value).startswith("Cell 'answer': ") and str(caught.value).endswith(".")
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
 WRONG_NOTEBOOKS = {
@@ -153,65 +110,69 @@ WRONG_NOTEBOOKS = {
 
 @pytest.mark.parametrize("name", WRONG_NOTEBOOKS)
 def test_cells_that_do_not_fit_together_are_found(name):
-    assert find_problems(solved_notebook()) == []
-    (problem,) = find_problems(remade(WRONG_NOTEBOOKS[name]))
+    notebook = solved_notebook()
+    assert find_problems(notebook) == []
+    WRONG_NOTEBOOKS[name](by_id(notebook), notebook)
+    (problem,) = find_problems(notebook)
     assert problem.endswith(".")
     with pytest.raises(CourseError):
-        make_exercise(remade(WRONG_NOTEBOOKS[name]))
+        make_exercise(notebook)
 
 
 def test_the_points_of_a_notebook_are_those_of_its_checks():
-    checks = graded_cells(solved_notebook())
-    assert [(item.cell_id, item.name, item.points) for item in checks] == [
-        ("check-add", "two numbers are added", 2),
-        ("check-twice", "a number is doubled, twice", 3),
-    ]
+    checks = [(item.cell_id, item.name, item.points) for item in graded_cells(solved_notebook())]
+    assert checks == [("check-add", "two numbers are added", 2), ("check-twice", "a number is doubled, twice", 3)]
 
 
 @pytest.fixture
-def solutions(tmp_path):
-    folder = tmp_path / "solutions"
-    folder.mkdir()
-    nbformat.write(solved_notebook(), folder / "99_adding.ipynb")
-    return folder
+def make(tmp_path):
+    """Runs the command on a folder of solutions, and gives its status and what is in the exercise, if there is one."""
+    path = tmp_path / "exercises" / "99_adding.ipynb"
+
+    def make(*options):
+        status = main(["--solutions", str(tmp_path), "--exercises", str(path.parent), *options])
+        return status, path.read_text() if path.exists() else None
+
+    return make
 
 
-def test_only_what_changed_is_written(solutions, tmp_path):
-    folder = tmp_path / "exercises"
-    assert write_exercises(solutions, folder) == [folder / "99_adding.ipynb"]
-    assert write_exercises(solutions, folder) == []
-    nbformat.write(solved_notebook(between="print('new')"), solutions / "99_adding.ipynb")
-    assert write_exercises(solutions, folder) == [folder / "99_adding.ipynb"]
+def test_only_what_changed_is_written_and_a_run_of_the_solution_changes_nothing(tmp_path, make, capsys):
+    write(tmp_path)
+    _, first = make()
+    assert first.endswith("}\n")
+    nbformat.validate(nbformat.reads(first, as_version=4))
+    for notebook, same in ((was_run(solved_notebook()), True), (solved_notebook(between="print('new')"), False)):
+        (tmp_path / "99_adding.ipynb").write_text(json.dumps(notebook))
+        capsys.readouterr()
+        status, text = make()
+        assert (status, text == first) == (0, same)
+        assert capsys.readouterr().out.endswith(f"{0 if same else 1} of 1 exercises are new or changed.\n")
 
 
-def test_work_in_an_exercise_is_not_written_over(solutions, tmp_path, capsys):
-    folder = tmp_path / "exercises"
-    write_exercises(solutions, folder)
-    path = folder / "99_adding.ipynb"
+def test_work_in_an_exercise_is_not_written_over(tmp_path, make, capsys):
+    write(tmp_path)
+    make()
+    path = tmp_path / "exercises" / "99_adding.ipynb"
     nbformat.write(was_run(read_notebook(path)), path)
     mine = path.read_text()
-    arguments = ["--solutions", str(solutions), "--exercises", str(folder)]
-    assert main(arguments) == 2
+    assert make() == (2, mine)
     assert "was run, so it may contain work" in capsys.readouterr().err
-    assert path.read_text() == mine
-    assert main([*arguments, "--force"]) == 0
-    assert path.read_text() != mine
+    status, text = make("--force")
+    assert status == 0 and text != mine
 
 
-def test_without_solutions_there_are_no_exercises(tmp_path, capsys):
-    assert generate_exercises(tmp_path) == {}
-    assert main(["--solutions", str(tmp_path), "--exercises", str(tmp_path / "out")]) == 0
+def test_without_solutions_there_are_no_exercises(tmp_path, make, capsys):
+    assert make() == (0, None)
     assert main(["--solutions", str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err.startswith("exercises: There is no folder ")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"cells": 3}', ""])
-def test_a_file_that_is_no_notebook_is_named(content, tmp_path, capsys):
+def test_a_file_that_is_no_notebook_is_named(content, tmp_path, make, capsys):
     (tmp_path / "99_adding.ipynb").write_text(content)
-    assert main(["--solutions", str(tmp_path), "--exercises", str(tmp_path / "out")]) == 2
+    assert make() == (2, None)
     message = capsys.readouterr().err
-    assert "99_adding.ipynb is not a notebook" in message
-    assert message.count("\n") == 1
+    assert "99_adding.ipynb is not a notebook" in message and message.count("\n") == 1
 
 
 WITHOUT_NBGRADER = """
@@ -229,41 +190,36 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-def test_without_nbgrader_it_is_told_what_to_install(solutions):
-    result = subprocess.run([sys.executable, "-c", WITHOUT_NBGRADER], cwd=solutions.parent, capture_output=True, text=True)
+def test_without_nbgrader_it_is_told_what_to_install(tmp_path):
+    write(tmp_path / "solutions")
+    result = subprocess.run([sys.executable, "-c", WITHOUT_NBGRADER], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stderr == "exercises: 99_adding.ipynb: Making exercises needs nbgrader: `pip install nbgrader`.\n"
 
 
 # The real ones.
 
+SOLUTIONS = sorted((ROOT / "solutions").glob("*.ipynb"))
 
-def test_the_stored_exercises_are_those_of_the_solutions():
+
+def test_the_stored_exercises_are_those_of_the_solutions_which_have_answers_and_checks():
     stored = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "exercises").glob("*.ipynb")}
     made = generate_exercises(ROOT / "solutions")
     assert stored.keys() == made.keys()
-    different = [name for name in made if stored[name] != made[name]]
-    assert different == [], "run `make exercises`"
-
-
-def test_every_solution_is_marked_as_an_exercise_needs_it():
-    for path in (ROOT / "solutions").glob("*.ipynb"):
-        notebook = read_notebook(path)
-        assert find_problems(notebook) == [], path.name
-        assert any(map(is_answer, notebook.cells)), path.name
-        assert any(map(is_check, notebook.cells)), path.name
-
-
-SOLUTIONS = sorted(path.name for path in (ROOT / "solutions").glob("*.ipynb"))
+    assert [name for name in made if stored[name] != made[name]] == [], "run `make exercises`"
+    for path in SOLUTIONS:
+        cells = read_notebook(path).cells
+        assert any(map(is_answer, cells)) and any(map(is_check, cells)), path.name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name[:2] == "02" else pytest.mark.long) for name in SOLUTIONS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(path.name, marks=() if path.name[:2] == "02" else pytest.mark.long) for path in SOLUTIONS]
+)
 def test_an_untouched_exercise_fails_at_all_its_checks_and_nowhere_else(name):
     exercise = nbformat.reads(generate_exercises(ROOT / "solutions")[name], as_version=4)
-    client = nbclient.NotebookClient(
+    nbclient.NotebookClient(
         exercise, allow_errors=True, timeout=120, resources={"metadata": {"path": ROOT / "solutions"}}
-    )
-    client.execute()
+    ).execute()
     failed = {cell.id: output.ename for cell in code_cells(exercise) for output in cell.outputs if output.output_type == "error"}
     assert failed == {cell.id: "CheckFailed" for cell in exercise.cells if is_check(cell)}

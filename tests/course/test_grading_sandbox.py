@@ -7,17 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
-import nbformat
-import psutil
 import pytest
-from course_notebooks import solved_notebook
-from submissions import GOOD, STUB, case, written
+from submissions import STUB, case, grade_class, hand_in
 
 import minivllm
 from minivllm.course.grading import bubblewrap, grader
@@ -28,7 +24,6 @@ from minivllm.entrypoints.cli.main import main
 from minivllm.models import hub
 
 PACKAGE = Path(minivllm.__file__).parent
-ROOT = PACKAGE.parent
 SECRET = "only-for-the-teacher"
 
 
@@ -36,17 +31,11 @@ def escapes(solutions: Path, victim: Path) -> dict:
     """Attempts to reach beyond the notebook, with ctypes where the audit hook would refuse: learner to submission."""
     libc = "import ctypes, os, sys\nlibc = ctypes.CDLL(None)\n"
     solution, package = str(solutions / "99_adding.ipynb"), str(PACKAGE)
-    read = "\n".join(
-        [
-            "import json, readline, torch",
-            f"path = {solution!r}",
-            "for read in (readline.read_history_file, lambda path: torch.from_file(path, size=9, dtype=torch.uint8)):",
-            "    try:",
-            "        read(path)",
-            "        print('has read the solution')",
-            "    except Exception as error:",
-            "        print(type(error).__name__)",
-        ]
+    read = (
+        f"import json, readline, torch\npath = {solution!r}\n"
+        "for read in (readline.read_history_file, lambda path: torch.from_file(path, size=9, dtype=torch.uint8)):\n"
+        "    try:\n        read(path)\n        print('has read the solution')\n"
+        "    except Exception as error:\n        print(type(error).__name__)"
     )
     return {
         "victim": case(5),
@@ -67,82 +56,94 @@ def escapes(solutions: Path, victim: Path) -> dict:
     }  # fmt: skip
 
 
+def kernels():
+    """The compiled kernels, and their sizes."""
+    return {file: file.stat().st_size for file in (PACKAGE / "kernels" / "cpu" / "__pycache__").rglob("*.nb?")}
+
+
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory):
-    """The results of one run over all of them."""
-    folder = tmp_path_factory.mktemp("sandbox")
-    solutions, handed_in, output, temporary = (folder / name for name in ("solutions", "handed_in", "graded", "t"))
-    solutions.mkdir()
-    temporary.mkdir()
-    nbformat.write(solved_notebook(), solutions / "99_adding.ipynb")
-    submitted = escapes(solutions, handed_in / "victim" / "99_adding.ipynb")
-    for learner, made in submitted.items():
-        path = handed_in / learner / "99_adding.ipynb"
-        path.parent.mkdir(parents=True)
-        path.write_text(made.content)
-    compiled = PACKAGE / "kernels" / "cpu" / "__pycache__"
-    before = {file: file.stat().st_size for file in compiled.rglob("*.nb?")}
+    """The results of one run over all of them, and the kernels before it."""
+    folder, before = tmp_path_factory.mktemp("sandbox"), kernels()
+    cases = escapes(folder / "solutions", folder / "handed_in" / "victim" / "99_adding.ipynb")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEACHERS_KEY", SECRET)
-        patch.setattr(tempfile, "tempdir", str(temporary))  # its kernels are told from those of other tests by their folder
-        options = ["--solutions", solutions, "--output", output, "--jobs", 2, "--cell-timeout", 20, "--sandbox", "always"]
-        assert main(["grade", str(handed_in), *map(str, options)]) == 0
-    with (output / "grades.csv").open(newline="", encoding="utf-8") as file:
-        rows = {row["learner"]: row for row in csv.DictReader(file)}
-    after = {file: file.stat().st_size for file in compiled.rglob("*.nb?")}
-    return SimpleNamespace(
-        cases=submitted, rows=rows, output=output, handed_in=handed_in, temporary=temporary, kernels=(before, after)
-    )
+        return grade_class(folder, cases, "--jobs", 2, "--cell-timeout", 20, "--sandbox", "always"), before
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not bubblewrap.is_available(), reason="bubblewrap is not installed, or may not make namespaces")
 class TestTheSandbox:
     def test_everybody_gets_the_points_of_their_own_work(self, graded):
-        scores = {learner: float(row["score"]) for learner, row in graded.rows.items()}
-        assert scores == {learner: made.score for learner, made in graded.cases.items()}
-        assert {row["sandbox"] for row in graded.rows.values()} == {"yes"}
+        assert graded[0].scores == {learner: made.score for learner, made in graded[0].cases.items()}
+        assert {row["sandbox"] for row in graded[0].rows.values()} == {"yes"}
 
-    def test_nothing_outside_was_changed(self, graded):
-        for learner, made in graded.cases.items():
-            assert (graded.handed_in / learner / "99_adding.ipynb").read_text() == made.content
-        before, after = graded.kernels
-        assert {name: after.get(name) for name in before} == before
-        assert "nothing" in graded.rows["changes_the_package"]["reason"]
-        assert "nothing" in graded.rows["plants_a_module"]["reason"]
-        assert "it stayed" in graded.rows["removes_a_file"]["reason"]
-        assert "it is still read-only" in graded.rows["mounts_again"]["reason"]
+    def test_nothing_outside_was_changed_and_no_process_is_left(self, graded):
+        assert graded[0].find_changed() == graded[0].find_left() == []
+        after = kernels()
+        assert {name: after.get(name) for name in graded[1]} == graded[1]
+
+    @pytest.mark.parametrize(
+        ("learner", "reason"),
+        [
+            ("changes_the_package", "nothing"),
+            ("plants_a_module", "nothing"),
+            ("removes_a_file", "it stayed"),
+            ("mounts_again", "it is still read-only"),
+            ("calls_home", "Network is unreachable"),
+            ("fills_the_memory", "No space left"),
+            ("fills_more_memory", "no room"),
+        ],
+    )
+    def test_an_attempt_fails(self, graded, learner, reason):
+        assert reason in graded[0].rows[learner]["reason"]
 
     def test_compiled_kernels_are_found(self, graded):
         """Numba ignores a folder in which it may not write: each notebook would compile them for half a minute."""
-        reason = graded.rows["finds_compiled_kernels"]["reason"]
+        reason = graded[0].rows["finds_compiled_kernels"]["reason"]
         assert reason.startswith("Cell 2 uses minivllm.kernels.cpu.rows") and "Error" not in reason
-        assert graded.kernels[0]
-
-    def test_no_process_is_left(self, graded):
-        commands = [str(process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
-        assert [command for command in commands if str(graded.temporary) in command] == []
-
-    def test_there_is_no_network_and_a_limit_to_memory_files(self, graded):
-        assert "Network is unreachable" in graded.rows["calls_home"]["reason"]
-        assert "No space left" in graded.rows["fills_the_memory"]["reason"]
-        assert "no room" in graded.rows["fills_more_memory"]["reason"]
+        assert graded[1]
 
     def test_neither_solutions_nor_secrets_are_inside(self, graded):
-        pages = {learner: (graded.output / "feedback" / f"{learner}_99_adding.html").read_text() for learner in graded.cases}
-        assert "has read the solution\n" not in pages["reads_the_solution"]
-        assert SECRET not in pages["prints_secrets"]
+        assert "has read the solution\n" not in graded[0].page("reads_the_solution")
+        assert SECRET not in graded[0].page("prints_secrets")
 
 
-def test_without_bubblewrap_no_sandbox_must_be_asked_for(tmp_path, monkeypatch, capsys):
-    (tmp_path / "solutions").mkdir()
-    nbformat.write(solved_notebook(), tmp_path / "solutions" / "99_adding.ipynb")
-    (tmp_path / "99_adding.ipynb").write_text(written(solved_notebook(answer=GOOD)))
+@pytest.fixture
+def grade(tmp_path, monkeypatch):
+    """Runs `minivllm grade` on one notebook, or what stands in for it; `happened` has how many notebooks each run would have graded."""
+    hand_in(tmp_path, {"ann": case(5)})
+    happened = []
+
+    def grade_none(submissions, *_):
+        happened.append(len(submissions))
+        return (grader._nothing(submission, "not run here") for submission in submissions)
+
+    monkeypatch.setattr(grader, "grade_all", grade_none)
+    arguments = ["grade", tmp_path / "handed_in", "--solutions", tmp_path / "solutions", "--output", tmp_path / "graded"]
+    return SimpleNamespace(run=lambda *options: main([*map(str, arguments), *options]), happened=happened)
+
+
+def test_without_bubblewrap_no_sandbox_must_be_asked_for(grade, monkeypatch, capsys):
     monkeypatch.setattr(bubblewrap, "is_available", lambda: False)
-    options = ["--solutions", tmp_path / "solutions", "--output", tmp_path / "out"]
-    assert main(["grade", str(tmp_path / "99_adding.ipynb"), *map(str, options)]) == 2
+    assert grade.run() == 2
     said = capsys.readouterr().err
     assert "There is no sandbox here: install bubblewrap" in said and "add --sandbox never" in said
+
+
+def test_a_lost_feedback_page_is_made_again(grade, tmp_path):
+    assert grade.run("--sandbox", "never") == grade.run("--sandbox", "never") == 0
+    [page] = (tmp_path / "graded" / "feedback").iterdir()
+    page.unlink()
+    assert grade.run("--sandbox", "never") == 0
+    assert grade.happened == [1, 0, 1] and page.exists()
+
+
+def test_the_model_is_converted_before_it_can_only_be_read(grade, monkeypatch):
+    monkeypatch.setattr(bubblewrap, "is_available", lambda: True)
+    monkeypatch.setattr(hub, "resolve_model", lambda name: grade.happened.append(name))
+    assert grade.run() == 0
+    assert grade.happened == ["smollm2-135m", 1]
 
 
 def test_a_bubblewrap_that_cannot_start_python_is_no_sandbox(tmp_path, monkeypatch):
@@ -163,22 +164,25 @@ def test_links_are_followed_and_the_cache_may_be_named_relative_to_the_grader(tm
     assert command[command.index("MINIVLLM_CACHE") + 1] == str(tmp_path / "cache")
 
 
+@pytest.fixture
+def submission(tmp_path):
+    (tmp_path / "ann.ipynb").write_text("first")
+    return Submission("ann", Lesson("99_x", ()), tmp_path / "ann.ipynb")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Begins a run beside the grades of the last."""
+    return lambda name="grades.jsonl": Progress(tmp_path / name, Limits(), sandboxed=False)
+
+
 class TestProgress:
-    @pytest.fixture
-    def submission(self, tmp_path):
-        path = tmp_path / "ann.ipynb"
-        path.write_text("first")
-        return Submission("ann", Lesson("99_x", ()), path)
-
-    @pytest.fixture
-    def start(self, tmp_path):
-        return lambda: Progress(tmp_path / "grades.jsonl", Limits(), sandboxed=False)
-
-    def test_a_grade_is_found_again_until_the_file_changes(self, submission, start):
-        progress = start()
+    def test_a_grade_is_found_again_until_the_file_changes(self, submission, start, tmp_path):
+        (tmp_path / "grades.jsonl").write_text('{"key": "a line cut o')
+        progress, grade = start(), grader.Grade(submission, (), ("late",))
         assert progress.find(submission) is None
-        progress.add(grader.Grade(submission, (), ("late",)), "ann.html")
-        assert start().find(submission) == (grader.Grade(submission, (), ("late",)), "ann.html")
+        progress.add(grade, "ann.html")
+        assert start().find(submission) == (grade, "ann.html")
         submission.path.write_text("second")
         assert start().find(submission) is None
 
@@ -196,66 +200,22 @@ class TestProgress:
         progress.add(grader.grade(submission, Limits(), None, None), "ann.html")
         assert start().find(submission) is None
 
-    def test_a_line_cut_off_does_not_spoil_the_next(self, submission, start, tmp_path):
-        (tmp_path / "grades.jsonl").write_text('{"key": "cut o')
-        progress = start()
-        progress.find(submission)
-        progress.add(grader.Grade(submission, ()), "ann.html")
-        assert start().find(submission) is not None
-
-
-def test_a_lost_feedback_page_is_made_again(tmp_path, monkeypatch):
-    (tmp_path / "solutions").mkdir()
-    nbformat.write(solved_notebook(), tmp_path / "solutions" / "99_adding.ipynb")
-    (tmp_path / "99_adding.ipynb").write_text(written(solved_notebook(answer=GOOD)))
-    runs = []
-
-    def fake(submissions, *_):
-        runs.append(len(submissions))
-        return (grader._nothing(submission, "not run here") for submission in submissions)
-
-    monkeypatch.setattr(grader, "grade_all", fake)
-    options = ["--solutions", tmp_path / "solutions", "--output", tmp_path / "out", "--sandbox", "never"]
-    command = ["grade", str(tmp_path / "99_adding.ipynb"), *map(str, options)]
-    assert main(command) == main(command) == 0
-    [page] = (tmp_path / "out" / "feedback").iterdir()
-    page.unlink()
-    assert main(command) == 0
-    assert runs == [1, 0, 1] and page.exists()
-
-
-def test_the_model_is_converted_before_it_can_only_be_read(tmp_path, monkeypatch):
-    (tmp_path / "solutions").mkdir()
-    nbformat.write(solved_notebook(), tmp_path / "solutions" / "99_adding.ipynb")
-    (tmp_path / "99_adding.ipynb").write_text(written(solved_notebook(answer=GOOD)))
-    happened = []
-    monkeypatch.setattr(bubblewrap, "is_available", lambda: True)
-    monkeypatch.setattr(hub, "resolve_model", lambda name: happened.append(name))
-
-    def fake(submissions, *_):
-        happened.append("graded")
-        return (grader._nothing(submission, "not run here") for submission in submissions)
-
-    monkeypatch.setattr(grader, "grade_all", fake)
-    options = ["--solutions", tmp_path / "solutions", "--output", tmp_path / "out"]
-    assert main(["grade", str(tmp_path / "99_adding.ipynb"), *map(str, options)]) == 0
-    assert happened == ["smollm2-135m", "graded"]
+    def test_the_seed_is_kept_beside_the_grades(self, start, tmp_path):
+        (tmp_path / "other").mkdir()
+        seeds = [start(name).seed for name in ("grades.jsonl", "grades.jsonl", "other/grades.jsonl")]
+        assert seeds[0] == seeds[1] != seeds[2]
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_grader_loses_no_grade_and_makes_none_twice(tmp_path):
-    (tmp_path / "solutions").mkdir()
-    nbformat.write(solved_notebook(), tmp_path / "solutions" / "99_adding.ipynb")
     learners = ["ann", "bob", "cy", "dee"]
-    for learner in learners:
-        (tmp_path / "in" / learner).mkdir(parents=True)
-        (tmp_path / "in" / learner / "99_adding.ipynb").write_text(case(5).content)
-    output = tmp_path / "out"
-    command = [sys.executable, "-m", "minivllm.entrypoints.cli.main", "grade", str(tmp_path / "in"), "--output", str(output)]
-    command += ["--solutions", str(tmp_path / "solutions"), "--sandbox", "never"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    hand_in(tmp_path, dict.fromkeys(learners, case(5)))
+    output = tmp_path / "graded"
+    command = [sys.executable, "-m", "minivllm.entrypoints.cli.main", "grade", "handed_in", "--output", "graded"]
+    command += ["--solutions", "solutions", "--sandbox", "never"]
+    options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}}
+    killed = subprocess.Popen(command, **options, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     journal = output / "grades.jsonl"
     deadline = time.monotonic() + 120
     while not (journal.exists() and journal.read_text().count("\n") >= 2) and time.monotonic() < deadline:
@@ -265,7 +225,7 @@ def test_a_killed_grader_loses_no_grade_and_makes_none_twice(tmp_path):
     with journal.open("a") as file:
         file.write('{"key": "cut o')
     first = journal.read_text().splitlines()[:2]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run(command, **options, capture_output=True, text=True, timeout=240, check=True)
     assert "of 4 were graded in an earlier run and are unchanged" in done.stderr
     with (output / "grades.csv").open(newline="") as file:
         assert [(row["learner"], row["score"]) for row in csv.DictReader(file)] == [(learner, "5") for learner in learners]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from minivllm.course.grading.observe import find_difference
 from minivllm.course.lessons.tensors import expect_close
 from minivllm.course.observations import expect, expect_number, fail, plain, recording, require, rounds, see, see_numbers, seeded
 
@@ -85,3 +86,31 @@ def test_a_message_says_what_was_expected_what_came_and_where_to_look():
     assert str(error.value) == "A situation.\nExpected mean: 0.5\nGot mean: 1. That is the sum.\nLook at the divisor."
     with pytest.raises(AssertionError, match="Look at the sign"):
         expect_close("A situation.", "x", torch.ones(2), -torch.ones(2), "it", [(-torch.ones(2), "the sign")])
+
+
+def near(numbers, within=0.01):
+    return json.dumps([["x", {"near": numbers, "within": within}]])
+
+
+HALF = near([0.5, "nan"])
+
+
+@pytest.mark.parametrize(
+    ("expected", "seen"),
+    [
+        *(('[[1, {"a": 2}], 3]', seen) for seen in ("", "[]", "null", "{}", "nan", '"x"', "[" * 100_000, "[[1]]", "7")),
+        *((HALF, seen) for seen in (near([0.55, "nan"]), near([0.55, "nan"], 9), near([0.5, 1]), near([0.5]), '[["x", [0.5, null]]]')),
+    ],
+)  # fmt: skip
+def test_what_was_not_observed_differs(expected, seen):
+    assert find_difference(expected, seen)
+
+
+@pytest.mark.parametrize(("expected", "seen"), [("[3, 1]", "[3.0, true]"), (HALF, near([0.505, "nan"]))])
+def test_equal_numbers_of_another_kind_are_equal_and_rounded_ones_where_a_check_says_so(expected, seen):
+    assert find_difference(expected, seen) is None
+
+
+def test_a_difference_is_shown_short():
+    assert find_difference('[1, ["b", 3]]', '[1, ["b", 4]]') == 'at observation 2 of 2 it gave ["b", 4] instead of ["b", 3]'
+    assert len(find_difference(json.dumps(["x" * 10**5]), json.dumps(["y" * 10**5]))) < 500

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import csv
 import json
 import re
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import nbformat
+import psutil
+import pytest
 from course_notebooks import ADD, solved_notebook
 
 from minivllm.course.exercise_cells import STUB as WRITE_THIS
+from minivllm.entrypoints.cli.main import main
 
 GOOD = ADD
 STUB = re.sub("### BEGIN SOLUTION.*?### END SOLUTION", WRITE_THIS, ADD, flags=re.DOTALL)
@@ -25,6 +31,72 @@ class Case:
     content: str | bytes
     score: int
     reason: str = ""
+
+    @property
+    def data(self) -> bytes:
+        """What is in the file."""
+        return self.content if isinstance(self.content, bytes) else self.content.encode()
+
+
+@dataclass(frozen=True)
+class Graded:
+    """What a run of `minivllm grade` over a class left: its table's rows by learner, and its files."""
+
+    cases: dict[str, Case]
+    rows: dict[str, dict[str, str]]
+    folder: Path
+    lesson: str
+
+    @property
+    def output(self) -> Path:
+        """Where it wrote."""
+        return self.folder / "graded"
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """By learner."""
+        return {learner: float(row["score"]) for learner, row in self.rows.items()}
+
+    def page(self, learner: str) -> str:
+        """A learner's feedback."""
+        return (self.output / "feedback" / f"{learner}_{self.lesson}.html").read_text(encoding="utf-8")
+
+    def find_changed(self) -> list[str]:
+        """The learners whose file is no longer what they handed in."""
+        file = f"{self.lesson}.ipynb"
+        return [
+            learner
+            for learner, made in self.cases.items()
+            if (self.folder / "handed_in" / learner / file).read_bytes() != made.data
+        ]
+
+    def find_left(self) -> list:
+        """Kernels that still run, told from those of other tests by their folder, and their temporary files."""
+        temporary = self.folder / "t"
+        processes = psutil.process_iter(["cmdline", "environ"])
+        return [process for process in processes if str(temporary) in str(process.info)] + list(temporary.iterdir())
+
+
+def hand_in(folder, cases, *, lesson="99_adding", solution=None):
+    """Write a folder of solutions, and one of submissions."""
+    for name in ("solutions", "t"):
+        (folder / name).mkdir()
+    nbformat.write(solution or solved_notebook(), folder / "solutions" / f"{lesson}.ipynb")
+    for learner, made in cases.items():
+        path = folder / "handed_in" / learner / f"{lesson}.ipynb"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(made.data)
+
+
+def grade_class(folder, cases, *options, lesson="99_adding", solution=None):
+    """Hand in all cases and grade them in one run."""
+    hand_in(folder, cases, lesson=lesson, solution=solution)
+    arguments = ["grade", folder / "handed_in", "--solutions", folder / "solutions", "--output", folder / "graded", *options]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder / "t"))
+        assert main([*map(str, arguments)]) == 0
+    with (folder / "graded" / "grades.csv").open(newline="", encoding="utf-8") as file:
+        return Graded(cases, {row["learner"]: row for row in csv.DictReader(file)}, folder, lesson)
 
 
 def notebook(answer=GOOD, own="", *, own_after="imports", **sources):
