@@ -2,131 +2,112 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.assembly import CoreOutput
-from minivllm.course.lessons.lesson_08.situations import Crowd, Script, quiet
-from minivllm.course.observations import expect, fail, require, show
-from minivllm.engine.core_messages import EngineCoreOutput
+from minivllm.course.lessons.lesson_08.situations import Crowd, expect_list, quiet
+from minivllm.course.observations import expect, fail
 from minivllm.engine.engine_core import EngineCore
 from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput
 
-_MOST_STEPS = 600
+_RAISED = "out of memory"
 _LOOKS = {
     "outputs": "what `compute` does with scheduler.update(output, results): for each sequence with a new token, its request's id, the token, and its finish_reason",
     "unfinished requests": "scheduler.update: it appends the tokens, and removes finished sequences",
     "free blocks": "scheduler.update: a finished sequence gives its blocks back",
 }
+_LOOKS_AT_FAILURE = {
+    "outputs": '`fail`: one CoreOutput for each request of the step (scheduled, then preempted, then swapped in), each once: its id, None, "error", and a sentence that says what was raised',
+    "unfinished requests": "which requests `fail` ends: only the requests of this step, with scheduler.abort_request",
+    "free blocks": "scheduler.abort_request, which frees the blocks",
+}
 
 
-def as_core_outputs(outputs: list[EngineCoreOutput]) -> list[CoreOutput]:
-    """The package core's outputs in this lesson's form."""
-    return [
-        CoreOutput(output.request_id, new.token_ids[-1] if new.token_ids else None, new.finish_reason, output.error)
-        for output in outputs
-        for new in output.sequences
-    ]
+class PackageCore:
+    """The package's core with the methods of this lesson's."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core, self.scheduler = core, core.scheduler
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """As `MyEngineCore.add_request`, which does not ask whether the id is in use."""
+        self.scheduler.add_request(Request(request))
+
+    def abort_request(self, request_id: str) -> None:
+        """As `MyEngineCore.abort_request`."""
+        self.core.abort_requests([request_id])
+
+    def step(self) -> list[CoreOutput]:
+        """As `MyEngineCore.step`."""
+        return [
+            CoreOutput(output.request_id, new.token_ids[-1] if new.token_ids else None, new.finish_reason, output.error)
+            for output in self.core.step().outputs
+            for new in output.sequences
+        ]
 
 
-def make_cores(cls: Any, crowd: Crowd, fails_at: frozenset[int] = frozenset()) -> tuple[EngineCore, Any]:
-    """The package's core and the learner's, each with its own scheduler and script."""
-    error = RuntimeError if len(fails_at) % 2 else ArithmeticError
-    theirs, mine = (Script(crowd.seed, fails_at, lambda: error("out of memory")) for _ in range(2))
+def make_core(cls: Any, crowd: Crowd, **options: Any) -> Any:
+    """A learner's core, with a scheduler and a script of its own."""
     manager = BlockSpaceManager(crowd.cache_config.block_size, *crowd.blocks, watermark=crowd.cache_config.watermark)
-    return crowd.make_engine(theirs).core, cls(Scheduler(crowd.scheduler_config, manager), mine)
+    return cls(Scheduler(crowd.scheduler_config, manager), crowd.make_script(**options))
 
 
-def run_core(crowd: Crowd, step: Any, add: Any, has_unfinished: Any) -> Any:
-    """Add the crowd's requests as time goes by, and yield each step's number and outputs until all have finished."""
-    engine = crowd.make_engine(Script(crowd.seed))  # turns text into requests
-    requests = [engine.input_processor.process_inputs(*request).core_request for request in crowd.requests]
-    number = 0
-    for request, wait in zip(requests, crowd.joins, strict=True):
-        for _ in range(wait):
-            if has_unfinished():
-                number += 1
-                yield number, step()
-        add(request)
-    while has_unfinished() and number < _MOST_STEPS:
-        number += 1
-        yield number, step()
+def run_core(crowd: Crowd, core: Any) -> Iterator[Any]:
+    """Run a core with the crowd's requests, and give the outputs of each step."""
+    process = crowd.make_engine().input_processor.process_inputs
+    return crowd.run(
+        lambda *request: core.add_request(process(*request).core_request), core.step, core.scheduler.has_unfinished_requests
+    )
 
 
-def _as_observations(said: str, outputs: Any) -> list[tuple[str, Any, Any]]:
-    """A learner's outputs in comparable form."""
-    if not isinstance(outputs, list) or not all(isinstance(output, CoreOutput) for output in outputs):
-        fail(f"{said}\nExpected: a list of CoreOutput\nGot: {show(outputs)}")
-    return [(output.request_id, output.token_id, output.finish_reason) for output in outputs]
+def _observe(outputs: list[CoreOutput]) -> list[Any]:
+    return [(output.request_id, output.token_id, output.finish_reason, _shorten(output.error)) for output in outputs]
 
 
-def _observe_step(said: str, outputs: Any, scheduler: Scheduler) -> dict[str, Any]:
-    """What is compared in a step."""
-    return {
-        "outputs": _as_observations(said, outputs),
-        "unfinished requests": sorted(scheduler.requests),
-        "free blocks": scheduler.block_manager.get_num_free_gpu_blocks(),
-    }
+def _shorten(error: Any) -> Any:
+    """An error in comparable form: any sentence will do that says what was raised."""
+    return f"… {_RAISED} …" if isinstance(error, str) and _RAISED in error else error
 
 
-def _compare(cls: Any, crowd: Crowd, fails_at: frozenset[int], looks: dict[str, str]) -> None:
-    theirs, mine = make_cores(cls, crowd, fails_at)
-    wanted = run_core(crowd, theirs.step, theirs.add_request, theirs.has_unfinished_requests)
-    got = run_core(crowd, mine.step, mine.add_request, mine.scheduler.has_unfinished_requests)
-    for number, package in wanted:
+def _compare(cls: Any, crowd: Crowd, looks: dict[str, str], fails_at: frozenset[int] = frozenset()) -> None:
+    """Compare a learner's core with the package's, step by step."""
+    options = {"fails_at": fails_at, "error": RuntimeError if len(fails_at) % 2 else ArithmeticError}
+    core, package = make_core(cls, crowd, **options), PackageCore(crowd.make_engine(**options).core)
+    steps = run_core(crowd, core)
+    for number, expected in enumerate(run_core(crowd, package), 1):
         said = f"{crowd.describe()} Step {number}{', in which the model raises an error' if number in fails_at else ''}."
-        expected = _observe_step(said, as_core_outputs(package.outputs), theirs.scheduler)
-        _, outputs = next(got, (0, None))
-        observations = _observe_step(said, outputs, mine.scheduler)
-        for name, value in expected.items():
-            expect(said, name, value, observations[name], looks[name])
-        if number in fails_at:
-            for output in outputs:
-                says_so = isinstance(output.error, str) and "out of memory" in output.error
-                wanted_error = (
-                    f"{said}\nExpected error: a sentence that says what was raised, “out of memory”\nGot error: {output.error!r}"
-                )
-                require(True, says_so, wanted_error)
-
-
-def find_moves(crowd: Crowd) -> list[int]:
-    """The steps in which sequences are preempted or swapped in, if none fails."""
-    core, _ = make_cores(lambda *parts: None, crowd)
-    trace = core.start_trace()
-    for _ in run_core(crowd, core.step, core.add_request, core.has_unfinished_requests):
-        pass
-    return [number for number, step in enumerate(trace, 1) if step.preempted or step.swapped_in]
+        got = next(steps, None)
+        expect_list(said, CoreOutput, got)
+        expect(said, "outputs", _observe(expected), _observe(got), looks["outputs"])
+        theirs, mine = package.scheduler, core.scheduler
+        expect(said, "unfinished requests", sorted(theirs.requests), sorted(mine.requests), looks["unfinished requests"])
+        free, mine_free = (scheduler.block_manager.get_num_free_gpu_blocks() for scheduler in (theirs, mine))
+        expect(said, "free blocks", free, mine_free, looks["free blocks"])
 
 
 def check_compute(cls: Any) -> None:
     """A step: what was scheduled is computed, the scheduler takes in the results, and every new token is reported."""
     for seed in range(12):
-        _compare(cls, Crowd(f"compute {seed}"), frozenset(), _LOOKS)
+        _compare(cls, Crowd(f"compute {seed}"), _LOOKS)
 
 
+@quiet()
 def check_fail(cls: Any) -> None:
     """When the model fails, the requests of that step end with an error, and all others go on."""
-    looks = {
-        "outputs": '`fail`: one CoreOutput for each request of the step (scheduled, then preempted, then swapped in), each once: its id, None, "error"',
-        "unfinished requests": "which requests `fail` ends: only the requests of this step, with scheduler.abort_request",
-        "free blocks": "scheduler.abort_request, which frees the blocks",
-    }
     for seed in range(12):
         crowd = Crowd(f"fail {seed}")
-        with quiet():
-            _compare(cls, crowd, frozenset({2, 5, 6, 11}), looks)
-            for number in find_moves(crowd)[:3]:
-                _compare(cls, crowd, frozenset({number}), looks)
+        for steps in ({2, 5, 6, 11}, *({number} for number in find_moves(crowd)[:3])):
+            _compare(cls, crowd, _LOOKS_AT_FAILURE, frozenset(steps))
     _check_touched(cls)
     crowd = Crowd("interrupt")
-    _, core = make_cores(cls, crowd)
-    core.worker.fails_at, core.worker.error = frozenset({2}), KeyboardInterrupt
     try:
-        for _ in run_core(crowd, core.step, core.add_request, core.scheduler.has_unfinished_requests):
-            pass
+        list(run_core(crowd, make_core(cls, crowd, fails_at={2}, error=KeyboardInterrupt)))
     except KeyboardInterrupt:
         return
     fail(
@@ -135,34 +116,30 @@ def check_fail(cls: Any) -> None:
     )
 
 
-class _Ends:
-    """A stand-in for the scheduler; records which requests are ended, and how."""
-
-    def __init__(self) -> None:
-        self.ended: list[tuple[str, str]] = []
-
-    def abort_request(self, request_id: str, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
-        """As `Scheduler.abort_request`."""
-        self.ended.append((request_id, status.name))
-
-
-def make_touched() -> SchedulerOutput:
-    """A step that touches sequences in all three ways."""
-    a, b, c, d = (
-        Sequence(number, Request(EngineCoreRequest(name, [1], SamplingParams(), max_num_tokens=9)))
-        for number, name in enumerate(("a", "b", "c", "d"))
-    )
-    return SchedulerOutput(
-        scheduled=[ScheduledSequence(a, 1, [0]), ScheduledSequence(c, 1, [1])], preempted=[b], swapped_in=[c, d]
-    )
+def find_moves(crowd: Crowd) -> list[int]:
+    """The steps in which sequences are preempted or swapped in, if none fails."""
+    core = crowd.make_engine().core
+    trace = core.start_trace()
+    list(run_core(crowd, core))
+    return [number for number, step in enumerate(trace, 1) if step.preempted or step.swapped_in]
 
 
 def _check_touched(cls: Any) -> None:
-    said, scheduler = (
-        "fail(output, error) for a step in which a and c are scheduled, b is preempted, and c and d are swapped in.",
-        _Ends(),
+    """A step that touches sequences in all three ways."""
+    a, b, c, d = (
+        Sequence(number, Request(EngineCoreRequest(name, [1], SamplingParams(), max_num_tokens=9)))
+        for number, name in enumerate("abcd")
     )
-    outputs = _as_observations("fail(output, error)", cls(scheduler, None).fail(make_touched(), RuntimeError("out of memory")))
+    scheduled = [ScheduledSequence(a, 1, [0]), ScheduledSequence(c, 1, [1])]
+    ended = []
+
+    def abort_request(request_id: str, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
+        ended.append((request_id, status.name))
+
+    core = cls(SimpleNamespace(abort_request=abort_request), None)
+    outputs = core.fail(SchedulerOutput(scheduled=scheduled, preempted=[b], swapped_in=[c, d]), RuntimeError(_RAISED))
+    said = "fail(output, error) for a step in which a and c are scheduled, b is preempted, and c and d are swapped in."
     look = "which requests the step touched: scheduled, preempted, swapped_in, each request once, and the status SequenceStatus.FINISHED_ERROR"
-    expect(said, "outputs", [(name, None, "error") for name in ("a", "c", "b", "d")], outputs, look)
-    expect(said, "calls of abort_request", sorted((name, "FINISHED_ERROR") for name in "abcd"), sorted(scheduler.ended), look)
+    expect_list(said, CoreOutput, outputs)
+    expect(said, "outputs", [(name, None, "error", f"… {_RAISED} …") for name in "acbd"], _observe(outputs), look)
+    expect(said, "calls of abort_request", [(name, "FINISHED_ERROR") for name in "abcd"], sorted(ended), look)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from minivllm.config import EngineArgs
 from minivllm.course.lessons.assembly import Device
-from minivllm.course.lessons.lesson_08.bench import BENCH_PARTS, make_bench
-from minivllm.course.observations import expect, fail, require, rounds, see, seeded
+from minivllm.course.lessons.lesson_08.bench import BENCH_PARTS, MadeUpDevice, make_bench
+from minivllm.course.observations import expect, rounds, see, seeded
 from minivllm.course.parts import SOURCES, EngineParts
 from minivllm.course.results import passed_checks
 from minivllm.engine.engine_config import EngineConfig
@@ -35,15 +35,16 @@ class CountedDevice(Device):
 
     def __init__(self, config: EngineConfig, parts: EngineParts, num_blocks: int) -> None:
         super().__init__(config, parts, 0)
-        self._num_blocks = num_blocks
-        self._limits = config.scheduler_config
-        self._utilization = config.cache_config.gpu_memory_utilization
+        self._config, self._num_blocks = config, num_blocks
 
     def load_model(self) -> None:
         """Load the model; from then on the amount of memory is known."""
         super().load_model()
-        step = self._measure(self._limits.max_num_batched_tokens, self._limits.max_num_seqs)
-        self.total_bytes = int((self.used_bytes + step + (self._num_blocks + 0.5) * self.block_bytes) / self._utilization)
+        limits, cache = self._config.scheduler_config, self._config.cache_config
+        step = self._measure(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self.total_bytes = int(
+            (self.used_bytes + step + (self._num_blocks + 0.5) * self.block_bytes) / cache.gpu_memory_utilization
+        )
 
     def _measure(self, num_tokens: int, num_seqs: int) -> int:
         return num_tokens * _BYTES_PER_TOKEN + num_seqs * _BYTES_PER_SEQ
@@ -68,27 +69,15 @@ def built_components() -> list[str]:
 
 
 Assemble = Callable[[EngineParts, Device, EngineConfig], Any]
+"""Makes the engine from its parts."""
+Requests = Sequence[tuple[str, SamplingParams]]
+"""Prompts, and how to continue each."""
 
 
 def write(
-    assemble: Assemble,
-    parts: EngineParts,
-    requests: Sequence[tuple[str, SamplingParams]] = REQUESTS,
-    num_blocks: int = NUM_BLOCKS,
-    **options: Any,
+    assemble: Assemble, parts: EngineParts, requests: Requests = REQUESTS, num_blocks: int = NUM_BLOCKS, **options: Any
 ) -> list[str]:
-    """The texts that a learner's engine writes.
-
-    Args:
-        assemble: Makes the engine.
-        parts: The parts to build it from.
-        requests: Prompts, and how to continue each.
-        num_blocks: How many blocks fit.
-        **options: Other `EngineArgs` than `OPTIONS`.
-
-    Raises:
-        AssertionError: A request has an error.
-    """
+    """The texts that a learner's engine writes, with `num_blocks` blocks and, perhaps, other `EngineArgs` than `OPTIONS`."""
     config = EngineConfig.from_engine_args(EngineArgs(**{**OPTIONS, **options}))
     llm = assemble(parts, CountedDevice(config, parts, num_blocks), config)
     outputs = llm.generate(*map(list, zip(*requests, strict=True)))
@@ -97,9 +86,7 @@ def write(
     return [output.outputs[0].text for output in outputs]
 
 
-def write_with_package(
-    requests: Sequence[tuple[str, SamplingParams]] = REQUESTS, num_blocks: int = NUM_BLOCKS, **options: Any
-) -> list[str]:
+def write_with_package(requests: Requests = REQUESTS, num_blocks: int = NUM_BLOCKS, **options: Any) -> list[str]:
     """The texts that the package's engine writes."""
     from minivllm import LLM
 
@@ -110,52 +97,45 @@ def write_with_package(
 
 def check_parts(assemble: Assemble) -> None:
     """An engine on a device that only counts: the right parts with the right numbers, and what it writes."""
-    _check_numbers(assemble)
+    device, config = make_bench(seeded("parts"))
+    num_blocks = device.fitting_blocks(config.cache_config, config.scheduler_config)
+    said = f"assemble with a device on which {num_blocks[0]} blocks of {device.block_size} tokens fit, and {num_blocks[1]} in the swap space."
+    llm = assemble(BENCH_PARTS, device, config)
+    for what, expected, got, look in _list_parts(llm.engine, device, config):
+        expect(said, what, expected, got, look)
+    device.model.fails = True
+    try:
+        error = "an error" if llm.generate(["abc"], [SamplingParams(temperature=0, max_tokens=3)])[0].error else "no error"
+    except RuntimeError:
+        error = "the RuntimeError came out of generate"
+    look = "which core you built: MyEngineCore, which continues when a step fails"
+    expect(f"{said} Then the model raises a RuntimeError in a step.", "in the output", "an error", error, look)
     for rng in rounds("bench", 4):
         device, config = make_bench(rng)
         prompts = ["".join(rng.choices("abcdef gh", k=rng.randint(1, 20))) for _ in range(6)]
         params = [SamplingParams(temperature=rng.choice((0.0, 1.0)), max_tokens=rng.randint(1, 20), seed=i) for i in range(6)]
         for output in assemble(BENCH_PARTS, device, config).generate(prompts, params):
             see([output.prompt_token_ids, output.outputs[0].text, output.outputs[0].token_ids])
-        see([device.moves.moved, device.model.num_rows])
+        see([device.cache.did, device.model.num_rows])
 
 
-def _check_numbers(assemble: Assemble) -> None:
-    device, config = make_bench(seeded("parts"))
-    llm = assemble(BENCH_PARTS, device, config)
-    engine = llm.engine
-    core = engine.core
-    manager = core.scheduler.block_manager
-    num_gpu_blocks = (
-        int(device.total_bytes * config.cache_config.gpu_memory_utilization) - device.peak_without_cache
-    ) // device.block_bytes
-    num_cpu_blocks = config.cache_config.swap_space_bytes // device.block_bytes
-    block_size = config.cache_config.block_size
-    said = f"assemble with a device on which {num_gpu_blocks} blocks of {block_size} tokens fit, and {num_cpu_blocks} in the swap space."
-    observations = (
-        ("device's calls", ["load_model", "allocate_cache"], [what for what in (call.split("(")[0] for call in device.did) if what in ("load_model", "allocate_cache")], "start_up, once"),
-        ("sampler", "_BenchSampler", type(core.worker.runner.sampler).__name__, "parts.sampler_cls, which goes to the runner"),
-        ("scheduler", "_BenchScheduler", type(core.scheduler).__name__, "parts.scheduler_cls"),
-        ("block manager", "_BenchManager", type(manager).__name__, "parts.block_space_manager_cls"),
-        ("detokenizer_cls", "_BenchDetokenizer", engine.detokenizer_cls.__name__, "parts.detokenizer_cls, which goes to the frontend"),
+def _list_parts(engine: Any, device: MadeUpDevice, config: Any) -> Iterable[tuple[str, Any, Any, str]]:
+    """What is looked at in an engine: its name, the right value, the learner's, and where to look."""
+    num_gpu_blocks, num_cpu_blocks = device.fitting_blocks(config.cache_config, config.scheduler_config)
+    core, block_size = engine.core, device.block_size
+    manager, start_up = core.scheduler.block_manager, ["load_model", f"allocate_cache({num_gpu_blocks}, {num_cpu_blocks})"]
+    return (
+        ("device's calls", start_up, [call for call in device.did if call.startswith(("load", "allocate"))], "start_up, once"),
+        ("sampler", "BenchSampler", type(core.worker.runner.sampler).__name__, "parts.sampler_cls, which goes to the runner"),
+        ("scheduler", "BenchScheduler", type(core.scheduler).__name__, "parts.scheduler_cls"),
+        ("block manager", "BenchBlockSpaceManager", type(manager).__name__, "parts.block_space_manager_cls"),
+        ("detokenizer_cls", "BenchIncrementalDetokenizer", engine.detokenizer_cls.__name__, "parts.detokenizer_cls, which goes to the frontend"),
         ("scheduler's config", config.scheduler_config, core.scheduler.config, "the first argument of the scheduler"),
         ("block manager's block_size", block_size, manager.block_size, "the first argument of the block manager"),
         ("block manager's num_gpu_blocks", num_gpu_blocks, manager.num_gpu_blocks, "what start_up returns"),
         ("block manager's num_cpu_blocks", num_cpu_blocks, manager.num_cpu_blocks, "what start_up returns; without them nothing can be swapped out"),
         ("cache_tokens", num_gpu_blocks * block_size, engine.input_processor.cache_tokens, "the last argument of the InputProcessor: blocks times tokens of a block"),
     )  # fmt: skip
-    for what, expected, got, look in observations:
-        expect(said, what, expected, got, look)
-    device.model.fails = True
-    try:
-        [output] = llm.generate(["abc"], [SamplingParams(temperature=0, max_tokens=3)])
-    except RuntimeError:
-        fail(
-            f"{said} Then the model raises a RuntimeError in a step.\nExpected: an output with an error\nGot: the RuntimeError came out of generate\n"
-            "Look at which core you built: MyEngineCore, which continues when a step fails."
-        )
-    no_error = f"{said} Then the model raises a RuntimeError in a step.\nExpected: an output with an error\nGot: {output!r}"
-    require(True, bool(output.error), no_error)
 
 
 def check_text(assemble: Assemble, parts: EngineParts) -> list[str]:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from minivllm.course.lessons.lesson_08.situations import describe, make_sequences
+from minivllm.course.lessons.lesson_08.situations import describe, expect_list, make_sequences
 from minivllm.course.observations import expect, fail, require, rounds, show
-from minivllm.scheduler_output import SequenceData
+from minivllm.scheduler_output import SequenceData, SequenceOutput
 from minivllm.worker.model_input import ModelInput
 from minivllm.worker.model_runner import ModelRunner
-from minivllm.worker.sampler import SampledToken
+from minivllm.worker.sampler import SampledToken, SamplingRow
 
 _ROUNDS = 80
-_WIDTH = 3
-"""Numbers in a hidden state of `EchoModel`."""
 
 
 # -- arrays ----------------------------------------------------------------------------------------------------------
@@ -53,9 +52,9 @@ def count_instructions(work: Callable[[], Any]) -> int:
     return counted
 
 
-def _refuse_loops(name: str, few: Callable[[], Any], many: Callable[[], Any]) -> None:
-    """Raise an AssertionError if a function takes more Python instructions for 3,000 tokens than for 30."""
-    small, large = count_instructions(few), count_instructions(many)
+def _refuse_loops(name: str, call: Callable[[int], Any]) -> None:
+    """Raise an AssertionError if a call with three sequences of 1,000 tokens takes more Python instructions than one with 10."""
+    small, large = (count_instructions(partial(call, num_tokens)) for num_tokens in (10, 1000))
     if large > small + 200:
         fail(
             f"For three sequences with 30 tokens {name} executed {small:,} instructions of Python, for three with 3,000 tokens {large:,}: "
@@ -65,10 +64,8 @@ def _refuse_loops(name: str, few: Callable[[], Any], many: Callable[[], Any]) ->
 
 def _as_ints(said: str, what: str, array: Any) -> list[Any]:
     """An array of whole numbers as a list."""
-    if not isinstance(array, np.ndarray):
-        fail(f"{said}\nExpected {what}: a NumPy array\nGot {what}: {array!r}")
-    if not np.issubdtype(array.dtype, np.integer):
-        fail(f"{said}\nExpected {what}: whole numbers\nGot {what}: an array of {array.dtype}")
+    if not isinstance(array, np.ndarray) or not np.issubdtype(array.dtype, np.integer):
+        fail(f"{said}\nExpected {what}: a NumPy array of whole numbers\nGot {what}: {array!r}")
     return array.tolist()
 
 
@@ -96,40 +93,30 @@ def check_lay_out(lay_out: Any) -> None:
         for (name, expected), array in zip(lay_out_tokens(starts, counts).items(), got, strict=True):
             expect(said, name, expected, _as_ints(said, name, array), looks[name])
         require([starts, counts], [array.tolist() for array in given], f"{said}\nIt has changed its arguments.")
-    few, many = ((np.array([0, 3, 7]), np.array([n, n, n])) for n in (10, 1000))
-    _refuse_loops("lay_out", lambda: lay_out(*few), lambda: lay_out(*many))
+    _refuse_loops("lay_out", lambda n: lay_out(np.array([0, 3, 7]), np.array([n, n, n])))
 
 
-def make_slot_case(rng: random.Random) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+def make_slot_case(rng: random.Random) -> tuple[list[int], list[int], list[list[int]], int]:
     """Positions, owners, padded block tables, and the block size."""
     block_size = rng.choice((1, 2, 4, 16))
     starts, counts = make_counts(rng)
     laid_out = lay_out_tokens(starts, counts)
     width = max(-(-(start + count) // block_size) for start, count in zip(starts, counts, strict=True)) + rng.randint(0, 1)
-    blocks = rng.sample(range(20_000), len(starts) * width)
-    tables = np.array(blocks).reshape(len(starts), width)
-    return np.array(laid_out["positions"]), np.array(laid_out["owners"]), tables, block_size
-
-
-def slots_of(positions: np.ndarray, owners: np.ndarray, tables: np.ndarray, block_size: int) -> list[int]:
-    """What `find_slots` should return, one token at a time."""
-    return [
-        int(tables[owner][p // block_size]) * block_size + p % block_size
-        for p, owner in zip(positions.tolist(), owners.tolist(), strict=True)
-    ]
+    tables = [rng.sample(range(i, 20_000, len(starts)), width) for i in range(len(starts))]
+    return laid_out["positions"], laid_out["owners"], tables, block_size
 
 
 def check_find_slots(find_slots: Any) -> None:
     """Each new token has a slot: in its own sequence's block, at its own offset."""
-    small = np.array([0, 1, 5]), np.array([0, 0, 1]), np.array([[7, 2], [4, 9]]), 4
-    for positions, owners, tables, block_size in (small, *map(make_slot_case, rounds("slots", _ROUNDS))):
-        said = f"find_slots(positions={positions.tolist()}, owners={owners.tolist()}, block_tables={tables.tolist()}, block_size={block_size})"
-        got = _as_ints(said, "slots", find_slots(positions.copy(), owners.copy(), tables.copy(), block_size))
-        look = "which row of block_tables (the owner's), which block in it (position // block_size), and which slot in the block (position % block_size)"
-        expect(said, "slots", slots_of(positions, owners, tables, block_size), got, look)
-    tables = np.arange(3 * 250).reshape(3, 250)
-    few, many = ((np.tile(np.arange(n), 3), np.repeat(np.arange(3), n), tables, 4) for n in (10, 1000))
-    _refuse_loops("find_slots", lambda: find_slots(*few), lambda: find_slots(*many))
+    look = "which row of block_tables (the owner's), which block in it (position // block_size), and which slot in the block (position % block_size)"
+    small = [0, 1, 5], [0, 0, 1], [[7, 2], [4, 9]], 4
+    for positions, owners, tables, size in (small, *map(make_slot_case, rounds("slots", _ROUNDS))):
+        said = f"find_slots(positions={positions}, owners={owners}, block_tables={tables}, block_size={size})"
+        expected = [tables[owner][p // size] * size + p % size for p, owner in zip(positions, owners, strict=True)]
+        got = find_slots(np.array(positions), np.array(owners), np.array(tables), size)
+        expect(said, "slots", expected, _as_ints(said, "slots", got), look)
+    array = np.arange(3 * 250).reshape(3, 250)
+    _refuse_loops("find_slots", lambda n: find_slots(np.tile(np.arange(n), 3), np.repeat(np.arange(3), n), array, 4))
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------------
@@ -148,21 +135,14 @@ class EchoModel:
         if self.fails:
             raise RuntimeError("out of memory")
         self.calls.append((input_ids.tolist(), positions.tolist(), kv_caches))
-        hidden = torch.zeros(len(input_ids), _WIDTH)
-        hidden[:, 0], hidden[:, 1], hidden[:, 2] = input_ids, positions, metadata.slot_mapping
-        return hidden
+        return torch.stack((input_ids, positions, metadata.slot_mapping), dim=1).float()
 
     forward = __call__
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """A row of 50 logits for each row of `hidden`."""
         self.num_rows.append(len(hidden))
-        return torch.nn.functional.one_hot(next_tokens(hidden[:, 0], hidden[:, 1], hidden[:, 2]), 50).float()
-
-
-def next_tokens(token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The token that `EchoModel` puts after another."""
-    return (token_ids * 7 + positions * 3 + slots).long() % 50
+        return torch.nn.functional.one_hot((hidden @ torch.tensor([7.0, 3.0, 1.0])).long() % 50, 50).float()
 
 
 class EchoSampler:
@@ -190,57 +170,47 @@ def package_inputs(sequences: list[SequenceData], block_size: int) -> ModelInput
     return ModelRunner(None, block_size, 10_000, torch.device("cpu")).prepare_inputs(sequences, num_blocks=10_000)  # type: ignore[arg-type]
 
 
-_TENSORS = {
+_INPUTS = {
     "input_ids": "the token_ids of all sequences, one sequence after another",
     "positions": "lay_out, and its arguments: num_computed_tokens and num_tokens of each sequence",
     "query_start_loc": "the first array of lay_out",
     "context_lens": "how many tokens each sequence has in the cache after this step: the ones computed before, plus this step's",
     "block_tables": "the block table of each sequence, filled up with 0 to the length of the longest",
     "slot_mapping": "find_slots",
+    "is_decode": "whether every sequence of the step has exactly one new token",
+    "sampled_rows": "the row of the last token of each sequence whose num_samples is not 0",
 }
+"""The parts of a ModelInput, and where to look."""
 
 
-def observations_of(inputs: Any) -> dict[str, Any]:
-    """The parts of a ModelInput by name: dtype and numbers of each tensor."""
-    metadata = inputs.metadata
-    found: dict[str, Any] = {}
-    for name in _TENSORS:
-        tensor = getattr(inputs if name in ("input_ids", "positions") else metadata, name)
-        found[name] = (str(tensor.dtype), tensor.tolist()) if isinstance(tensor, torch.Tensor) else ("no tensor", tensor)
-    found["is_decode"] = bool(metadata.is_decode)
-    found["sampled_rows"] = [int(row) for row in inputs.sampled_rows]
-    return found
+def observe_input(inputs: ModelInput, name: str) -> tuple[Any, str]:
+    """A part of a ModelInput in comparable form, and its dtype, if it is a tensor."""
+    value = getattr(inputs if hasattr(inputs, name) else inputs.metadata, name)
+    if isinstance(value, torch.Tensor):
+        return value.tolist(), str(value.dtype)
+    return bool(value) if name == "is_decode" else [int(row) for row in value], "no tensor"
 
 
 def check_prepare_inputs(cls: Any) -> None:
     """A step as the model takes it."""
-    looks = _TENSORS | {
-        "is_decode": "whether every sequence of the step has exactly one new token",
-        "sampled_rows": "the row of the last token of each sequence whose num_samples is not 0",
-    }
     runners: dict[int, Any] = {}
     for rng in rounds("inputs", _ROUNDS):
         block_size = rng.choice((1, 2, 4, 16))
         sequences = make_sequences(rng, block_size)
-        is_first = block_size not in runners
-        said = describe(sequences, block_size) + ("" if is_first else "\nThe same runner has prepared other steps before.")
-        wanted, tables = observations_of(package_inputs(sequences, block_size)), [list(seq.block_table) for seq in sequences]
+        said = describe(sequences, block_size)
+        if block_size in runners:
+            said += "\nThe same runner has prepared other steps before."
+        wanted, tables = package_inputs(sequences, block_size), [list(seq.block_table) for seq in sequences]
         got = runners.setdefault(block_size, make_runner(cls, block_size)).prepare_inputs(sequences)
         if not isinstance(got, ModelInput):
             fail(f"{said}\nExpected: a ModelInput\nGot: {got!r}")
-        mine = observations_of(got)
-        for name, expected in wanted.items():
-            if isinstance(expected, tuple):
-                expect(said, f"{name}, its numbers", expected[1], mine[name][1], looks[name])
-                expect(said, f"{name}, its dtype", expected[0], mine[name][0], "the dtype passed to self.tensor")
-            else:
-                expect(said, name, expected, mine[name], looks[name])
+        for name, look in _INPUTS.items():
+            (expected, dtype), (mine, my_dtype) = observe_input(wanted, name), observe_input(got, name)
+            expect(said, name, expected, mine, look)
+            expect(said, f"{name}, its dtype", dtype, my_dtype, "the dtype passed to self.tensor")
+        tables_now = [seq.block_table for seq in sequences]
         expect(
-            said,
-            "block tables of the sequences afterwards",
-            tables,
-            [seq.block_table for seq in sequences],
-            "what changes seq.block_table: make a new list",
+            said, "block tables of the sequences afterwards", tables, tables_now, "what changes seq.block_table: make a new list"
         )
 
 
@@ -248,27 +218,38 @@ def check_execute_model(cls: Any) -> None:
     """The model runs once, only the rows that matter become logits, and each token goes to its sequence."""
     for rng in rounds("execute", _ROUNDS):
         block_size = rng.choice((1, 2, 4, 16))
-        sequences = make_sequences(rng, block_size)
-        said, inputs = describe(sequences, block_size), package_inputs(sequences, block_size)
-        runner, caches = make_runner(cls, block_size), ["the layers' caches"]
+        sequences, caches = make_sequences(rng, block_size), ["the layers' caches"]
+        said = describe(sequences, block_size)
+        model, sampler = EchoModel(), EchoSampler()
+        expected = execute(model, sampler, sequences, package_inputs(sequences, block_size), caches)
+        runner = make_runner(cls, block_size)
         outputs = runner.execute_model(sequences, caches)
-        model, rows = runner.device.model, inputs.sampled_rows
-        expect(said, "input_ids, positions and kv_caches of the model's calls", [(inputs.input_ids.tolist(), inputs.positions.tolist(), caches)], model.calls,
-               "the call of self.device.model: once, with input_ids, positions, kv_caches and metadata")  # fmt: skip
-        expect(said, "rows given to compute_logits", [len(rows)] if rows else [], model.num_rows,
-               "compute_logits: only the sampled rows, and not at all if there are none, because for each row the model computes 49,152 numbers")  # fmt: skip
-        chosen = next_tokens(inputs.input_ids, inputs.positions, inputs.metadata.slot_mapping)[rows].tolist()
-        names = [f"{seq.request.request_id}, index {seq.index}" for seq in sequences if seq.num_samples]
-        expect(
-            said,
-            "SamplingRows",
-            [names] if rows else [],
-            runner.sampler.rows,
-            "SamplingRow(seq, seq.index), for each sequence that gets a token, in order",
-        )
-        tokens = iter(chosen)
-        expected = [[next(tokens)] if seq.num_samples else [] for seq in sequences]
-        if not isinstance(outputs, list) or not all(hasattr(output, "token_ids") for output in outputs):
-            fail(f"{said}\nExpected: a list of SequenceOutput\nGot: {outputs!r}")
-        expect(said, "token_ids of the outputs", expected, [list(output.token_ids) for output in outputs],
-               "which row belongs to which sequence: one output for each sequence, in order, empty where nothing is sampled")  # fmt: skip
+        mine = runner.device.model
+        expect(said, "input_ids, positions and kv_caches of the model's calls", model.calls, mine.calls, _RUNNER["model"])
+        expect(said, "rows given to compute_logits", model.num_rows, mine.num_rows, _RUNNER["logits"])
+        expect(said, "SamplingRows", sampler.rows, runner.sampler.rows, _RUNNER["sampler"])
+        expect_list(said, SequenceOutput, outputs)
+        expect(said, "token_ids of the outputs", expected, [list(output.token_ids) for output in outputs], _RUNNER["outputs"])
+
+
+_RUNNER = {
+    "model": "the call of self.device.model: once, with input_ids, positions, kv_caches and metadata",
+    "logits": "compute_logits: only the sampled rows, and not at all if there are none, because for each row the model computes 49,152 numbers",
+    "sampler": "SamplingRow(seq, seq.index), for each sequence that gets a token, in order",
+    "outputs": "which row belongs to which sequence: one output for each sequence, in order, empty where nothing is sampled",
+}
+
+
+def execute(
+    model: EchoModel, sampler: EchoSampler, sequences: list[SequenceData], inputs: ModelInput, caches: Any
+) -> list[list[int]]:
+    """What `execute_model` should do: the tokens of each sequence."""
+    hidden, sampled = (
+        model(inputs.input_ids, inputs.positions, caches, inputs.metadata),
+        [seq for seq in sequences if seq.num_samples],
+    )
+    if not sampled:
+        return [[] for _ in sequences]
+    rows = [SamplingRow(seq, seq.index) for seq in sampled]
+    tokens = iter(sampler.sample(model.compute_logits(hidden[inputs.sampled_rows]), rows))
+    return [[next(tokens).token_id] if seq.num_samples else [] for seq in sequences]

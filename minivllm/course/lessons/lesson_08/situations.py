@@ -7,10 +7,12 @@ import random
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
-from minivllm.course.observations import seed_of
+from minivllm.course.observations import fail, seed_of, show
 from minivllm.engine.core_client import InprocClient
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
@@ -24,6 +26,7 @@ END = 0
 _BYTES = {**{i: bytes([96 + i]) for i in range(1, 27)}, 27: b" ", 28: b"\xc3", 29: b"\xa9"}
 """Letters, a space, and a character in two halves."""
 VOCAB_SIZE = 30
+_MOST_STEPS = 600
 
 
 def make_sequences(rng: random.Random, block_size: int, longest: int = 30) -> list[SequenceData]:
@@ -71,47 +74,28 @@ class Letters:
         return b"".join(_BYTES.get(token_id, b"") for token_id in token_ids).decode(errors="replace")
 
 
-class Script:
+@dataclass
+class Script(Executor):
     """A stand-in for the model: which token a request gets depends only on its name and on how many it has.
 
-    Args:
+    Attributes:
         seed: Which tokens.
-        fails_at: The steps in which it raises an error, counted from 1.
-        error: The error.
+        blocks: How many fit, on the device and in the swap space.
+        fails_at: The steps in which it raises the error, counted from 1.
         ends: Whether it may end a text; otherwise each request gets its maximum number of tokens.
     """
 
-    def __init__(
-        self,
-        seed: str,
-        fails_at: frozenset[int] = frozenset(),
-        error: Callable[[], BaseException] = RuntimeError,
-        ends: bool = True,
-    ) -> None:
-        self.seed, self.fails_at, self.error, self.ends = seed, fails_at, error, ends
-        self.num_steps = 0
+    seed: str
+    blocks: tuple[int, int]
+    fails_at: frozenset[int] = frozenset()
+    error: type[BaseException] = RuntimeError
+    ends: bool = True
+    num_steps: int = 0
 
     def token(self, request_id: str, position: int) -> int:
         """The token with this number of a request's answer."""
         number = zlib.crc32(f"{self.seed} {request_id} {position}".encode())
         return END if self.ends and number % 23 == 0 else 1 + number // 23 % (VOCAB_SIZE - 1)
-
-    def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
-        """A step, as a worker computes it."""
-        self.num_steps += 1
-        if self.num_steps in self.fails_at:
-            raise self.error()
-        return [
-            SequenceOutput([self.token(seq.request.request_id, seq.num_output_tokens)] if seq.num_samples else [])
-            for seq in request.sequences
-        ]
-
-
-class ScriptExecutor(Executor):
-    """A `Script` as the package's engine core takes it."""
-
-    def __init__(self, script: Script, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        self.script, self.blocks = script, (num_gpu_blocks, num_cpu_blocks)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """As it was made with."""
@@ -121,8 +105,14 @@ class ScriptExecutor(Executor):
         """There is none."""
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
-        """The script's tokens."""
-        return self.script.execute_model(request)
+        """A step, as a worker computes it."""
+        self.num_steps += 1
+        if self.num_steps in self.fails_at:
+            raise self.error("out of memory")
+        return [
+            SequenceOutput([self.token(seq.request.request_id, seq.num_output_tokens)] if seq.num_samples else [])
+            for seq in request.sequences
+        ]
 
 
 MODEL = ModelConfig("letters", Path(), "", {}, 0, 0, 0, 0, VOCAB_SIZE, max_model_len=60, eos_token_ids=(END,))
@@ -136,43 +126,55 @@ class Crowd:
         requests: (id, prompt, sampling parameters), to be added a few at a time.
     """
 
-    def __init__(self, seed: str, num_requests: int = 8, stop_strings: bool = False) -> None:
+    def __init__(self, seed: str, stop_strings: bool = False) -> None:
         self.seed = seed_of(seed)
         rng = random.Random(self.seed)
-        swap = rng.random() < 0.5
-        self.cache_config = CacheConfig(block_size=4, watermark=rng.choice((0.0, 0.1)))
-        in_chunks = rng.random() < 0.5
-        self.scheduler_config = SchedulerConfig(
-            max_num_seqs=rng.randint(2, 5), max_num_batched_tokens=rng.randint(6, 16) if in_chunks else 60, enable_chunked_prefill=in_chunks,
-            preemption_mode="swap" if swap else "recompute",
-        )  # fmt: skip
-        self.blocks = rng.randint(13, 20), 30 if swap else 0
-        self.requests = []
-        for number in range(num_requests):
-            prompt = "".join(rng.choices("abcdefghij klmnop", k=rng.randint(1, 24)))
-            stop = rng.sample(["a", "e", "th", "é", "b"], k=rng.randint(1, 3)) if stop_strings and rng.random() < 0.6 else None
-            stop_tokens = rng.sample(range(1, 27), 2) if stop_strings and rng.random() < 0.4 else None
-            max_tokens = rng.randint(1, 20)
-            if stop_strings and rng.random() < 0.4:  # found in the very step in which the core ends the request
-                max_tokens, stop = self._stop_at_the_end(f"r{number}", max_tokens)
-            params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_tokens, seed=number)
-            self.requests.append((f"r{number}", prompt, params))
+        mode, watermark = rng.choice(("swap", "recompute")), rng.choice((0.0, 0.1))
+        max_num_seqs, in_chunks = rng.randint(2, 5), rng.random() < 0.5
+        budget = rng.randint(6, 16) if in_chunks else 60
+        self.cache_config = CacheConfig(block_size=4, watermark=watermark)
+        self.scheduler_config = SchedulerConfig(max_num_seqs, budget, enable_chunked_prefill=in_chunks, preemption_mode=mode)
+        self.blocks = rng.randint(13, 20), 30 if mode == "swap" else 0
+        self.requests = [self._make_request(rng, number, stop_strings) for number in range(8)]
         self.joins = [0] + [rng.choice((0, 0, 1, 3)) for _ in self.requests[1:]]
         """How many steps are taken before each is added."""
 
+    def _make_request(self, rng: random.Random, number: int, stop_strings: bool) -> tuple[str, str, SamplingParams]:
+        prompt = "".join(rng.choices("abcdefghij klmnop", k=rng.randint(1, 24)))
+        stop = rng.sample(["a", "e", "th", "é", "b"], k=rng.randint(1, 3)) if stop_strings and rng.random() < 0.6 else None
+        stop_tokens = rng.sample(range(1, 27), 2) if stop_strings and rng.random() < 0.4 else None
+        max_tokens = rng.randint(1, 20)
+        if stop_strings and rng.random() < 0.4:  # found in the very step in which the core ends the request
+            max_tokens, stop = self._stop_at_the_end(f"r{number}", max_tokens)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_tokens, seed=number)
+        return f"r{number}", prompt, params
+
     def _stop_at_the_end(self, request_id: str, max_tokens: int) -> tuple[int, list[str]]:
         """A limit of tokens, and a stop string that the last of them completes: a letter, or half a character, which is given out last."""
-        tokens = [Script(self.seed).token(request_id, i) for i in range(20)]
-        halves = [i + 1 for i, token in enumerate(tokens) if token == 28]
-        if halves:
-            return halves[0], ["\ufffd"]
+        tokens = [self.make_script().token(request_id, i) for i in range(20)]
+        if 28 in tokens:
+            return tokens.index(28) + 1, ["\ufffd"]
         return max_tokens, [_BYTES.get(tokens[max_tokens - 1], b"a").decode(errors="replace")]
 
-    def make_engine(self, script: Script) -> LLMEngine:
+    def make_script(self, **options: Any) -> Script:
+        """What stands in for the model; see `Script`."""
+        return Script(self.seed, self.blocks, **options)
+
+    def make_engine(self, **options: Any) -> LLMEngine:
         """The package's engine on a script."""
         configs = (MODEL, self.cache_config, self.scheduler_config)
-        core = EngineCore(*configs, ScriptExecutor(script, *self.blocks))
-        return LLMEngine(InprocClient(core), *configs, Letters())  # type: ignore[arg-type]
+        return LLMEngine(InprocClient(EngineCore(*configs, self.make_script(**options))), *configs, Letters())  # type: ignore[arg-type]
+
+    def run(self, add: Callable[..., None], step: Callable[[], Any], has_unfinished: Callable[[], bool]) -> Iterator[Any]:
+        """Add the requests as time goes by, and give what each step returns, until all have finished."""
+        for request, wait in zip(self.requests, self.joins, strict=True):
+            for _ in range(wait):
+                if has_unfinished():
+                    yield step()
+            add(*request)
+        for _ in range(_MOST_STEPS):
+            if has_unfinished():
+                yield step()
 
     def describe(self) -> str:
         """The crowd in words."""
@@ -181,6 +183,12 @@ class Crowd:
             f"{len(self.requests)} requests, max_num_seqs={config.max_num_seqs}, {self.blocks[0]} blocks of {self.cache_config.block_size} tokens, "
             f"{'with' if config.enable_chunked_prefill else 'without'} chunked prefill, preemption by {config.preemption_mode}."
         )
+
+
+def expect_list(said: str, kind: type, got: Any) -> None:
+    """Raise an AssertionError unless this is a list of these objects."""
+    if not isinstance(got, list) or not all(isinstance(item, kind) for item in got):
+        fail(f"{said}\nExpected: a list of {kind.__name__}\nGot: {show(got)}")
 
 
 @contextmanager
