@@ -229,17 +229,16 @@ def _check_layer_calls(
     """What each layer was given. Returns what the last one has returned."""
     calls = [len(layer.calls) for layer in model.layers]
     expect(said, "calls of each layer", [1] * len(calls), calls, "the loop over the layers")
-    x: Tensor = model.embed_tokens.weight[input_ids]
-    residual: Any = None
+    x, residual = model.embed_tokens.weight[input_ids], None
     look = "what the layers pass on: x and residual. The first gets the embeddings and None"
     for number, layer in enumerate(model.layers):
-        call = layer.calls[0]
-        expect_close(said, f"x of layer {number}", x, call[0], look)
-        expect(said, f"residual of layer {number} is None", residual is None, call[1] is None, look)
+        got_x, got_residual, got_positions, got_attend = layer.calls[0]
+        expect_close(said, f"x of layer {number}", x, got_x, look)
+        expect(said, f"residual of layer {number} is None", residual is None, got_residual is None, look)
         if residual is not None:
-            expect_close(said, f"residual of layer {number}", residual, call[1], look)
-        expect(said, f"positions passed to layer {number}", True, call[2] is positions, "what the layers are called with")
-        which = next((i for i, attend in enumerate(attends) if call[3] is attend), None)
+            expect_close(said, f"residual of layer {number}", residual, got_residual, look)
+        expect(said, f"positions passed to layer {number}", True, got_positions is positions, "what the layers are called with")
+        which = next((i for i, attend in enumerate(attends) if got_attend is attend), None)
         expect(said, f"the attend of layer {number}", number, which, "attends: each layer has its own")
         x, residual = layer(x, residual)
     return x, residual

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.course.lessons.lesson_02.loading import LoadWeights, ReadCheckpoint, checkpoint, make_load_shape, make_weights
+from minivllm.course.lessons.lesson_02.situations import lay_out
 from minivllm.course.lessons.model_shape import ModelShape
 from minivllm.course.lessons.tensors import is_close
-from minivllm.course.observations import expect, seeded
+from minivllm.course.observations import expect, expect_number, seeded
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 from minivllm.models.registry import MODELS, ModelRegistry
@@ -61,23 +61,17 @@ def check_logits(
     from minivllm.models.hub import resolve_model
 
     folder = resolve_model("smollm2-135m")
-    tokenizer = Tokenizer(folder)
-    prompts = {language: tokenizer.encode(text) for language, text in LANGUAGES.items()}
+    prompts = [Tokenizer(folder).encode(text) for text in LANGUAGES.values()]
     shape = ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), max_position=512)
     model = model_cls(shape)  # first, so that an unwritten method is reported at once
     load_weights(model, read_checkpoint(folder))
-    expected, on_the_way = run_transformers(folder, list(prompts.values()))
-    logits, mine = run_flat(model, shape, list(prompts.values()), causal_attention)
-    worst = 0.0
-    for language, theirs, ours in zip(prompts, expected, logits, strict=True):
-        difference = float((theirs - ours).abs().nan_to_num(nan=torch.inf).max())
-        worst = max(worst, difference)
-        said = f"The ten prompts in one flat batch, the one in {language}."
-        look = f"{first_difference(on_the_way, mine)}: it is the first module whose output differs from transformers'"
-        bound = f"at most {LIMIT:g}"
-        got = bound if difference <= LIMIT else f"{difference:.3g}"
-        expect(said, "largest difference to transformers' logits", bound, got, look)
-    return worst
+    (expected, on_the_way), (logits, mine) = run_transformers(folder, prompts), run_flat(model, shape, prompts, causal_attention)
+    differences = [float((a - b).abs().nan_to_num(nan=torch.inf).max()) for a, b in zip(expected, logits, strict=True)]
+    what = "largest difference to transformers' logits"
+    look = f"{first_difference(on_the_way, mine)}: it is the first module whose output differs from transformers'"
+    for language, difference in zip(LANGUAGES, differences, strict=True):
+        expect_number(f"The ten prompts in one flat batch, the one in {language}.", what, 0.0, difference, look, tolerance=LIMIT)
+    return max(differences)
 
 
 @torch.inference_mode()
@@ -104,11 +98,10 @@ def run_flat(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The same of a learner's model, which takes all prompts at once."""
     lengths = [len(prompt) for prompt in prompts]
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    starts, positions = lay_out(lengths)
     attends = [lambda q, k, v: causal_attention(q, k, v, starts)] * shape.num_layers
-    input_ids = torch.tensor([token for prompt in prompts for token in prompt])
     with recorded(model) as outputs:
-        hidden = model(input_ids, torch.cat([torch.arange(length) for length in lengths]), attends)
+        hidden = model(torch.cat([torch.tensor(prompt) for prompt in prompts]), positions, attends)
     return list(model.compute_logits(hidden).split(lengths)), {name: torch.cat(parts) for name, parts in outputs.items()}
 
 
@@ -153,7 +146,7 @@ def check_engine(cls: type) -> None:
         rng = seeded(f"engine {own.__name__}")
         shape = make_load_shape(rng, rotary_dim=8, **special)
         prompts = [[rng.randrange(3, shape.vocab_size) for _ in range(length)] for length in (3, 17, 1, 9)]
-        with model_folder(own.__name__, shape, rng) as folder:
+        with checkpoint(make_weights(shape, rng)[0], 2, config_of(own.__name__, shape)) as folder:
             mine, theirs = (generate(folder, own.__name__, model, prompts) for model in (cls, own))
             from_0 = generate(folder, own.__name__, _count_from_0(own), prompts) if mine != theirs else None
         for kind, expected, got in zip(("greedy", "with a seed"), theirs, mine, strict=True):
@@ -169,15 +162,6 @@ def config_of(architecture: str, shape: ModelShape) -> dict[str, Any]:
         "max_position": "max_position_embeddings",
     }  # fmt: skip
     return {"architectures": [architecture], "eos_token_id": 2} | {theirs.get(name, name): x for name, x in vars(shape).items()}
-
-
-@contextmanager
-def model_folder(architecture: str, shape: ModelShape, rng: random.Random) -> Iterator[Path]:
-    """A folder with a random model of an architecture, as the engine loads it."""
-    weights, _ = make_weights(shape, rng)
-    with checkpoint(weights, 2) as folder:
-        (folder / "config.json").write_text(json.dumps(config_of(architecture, shape)), encoding="utf-8")
-        yield folder
 
 
 def generate(folder: Path, architecture: str, cls: type[Any], prompts: list[list[int]]) -> list[list[list[int]]]:
@@ -238,10 +222,7 @@ _TEXTS = {
 
 
 def check_text(llm: LLM) -> list[str]:
-    """The registered class in the real engine: the texts that the package's class writes, greedy and with seeds.
-
-    Args:
-        llm: An `LLM("smollm2-135m")` made after the learner's class was registered.
+    """The class in an `LLM("smollm2-135m")` made after it was registered: the texts that the package's class writes, greedy and with seeds.
 
     Returns:
         The prompts with their texts.
@@ -253,15 +234,13 @@ def check_text(llm: LLM) -> list[str]:
         return [output.outputs[0].text for output in outputs]
 
     worker = llm.llm_engine.executor.worker
-    learners = worker.model_runner.model
     look = "ModelRegistry.register_model, which comes before LLM(...)"
-    expect("LLM('smollm2-135m').", "model is the package's", False, isinstance(learners, LlamaForCausalLM), look)
+    is_package = isinstance(worker.model_runner.model, LlamaForCausalLM)
+    expect("LLM('smollm2-135m').", "model is the package's", False, is_package, look)
     mine = write()
-    try:  # the package's class under the same engine, so that only the model differs
-        worker.model_runner.model = load_model(replace(llm.llm_engine.model_config, model_cls=LlamaForCausalLM), worker.platform)
+    package = load_model(replace(llm.llm_engine.model_config, model_cls=LlamaForCausalLM), worker.platform)
+    with patch.object(worker.model_runner, "model", package):  # under the same engine, so that only the model differs
         theirs = write()
-    finally:
-        worker.model_runner.model = learners
     look = "check_logits and check_engine first; if both pass, at what only the real model has: 30 layers, 9 query heads"
     for prompt, expected, got in zip(_TEXTS, theirs, mine, strict=True):
         expect(f"The prompt {prompt!r}.", "text", repr(expected), repr(got), look)

@@ -55,12 +55,12 @@ def make_load_shape(rng: random.Random, **fixed: Any) -> ModelShape:
 
 
 @contextmanager
-def checkpoint(weights: Weights, num_files: int) -> Iterator[Path]:
-    """A folder with a checkpoint in several safetensors files, and with other files that belong to a model."""
+def checkpoint(weights: Weights, num_files: int, config: dict[str, Any]) -> Iterator[Path]:
+    """A folder with a checkpoint in one or several safetensors files, and with other files that belong to a model."""
     from safetensors.torch import save_file
 
-    files = [f"model-{number + 1:05}-of-{num_files:05}.safetensors" for number in range(num_files)]
-    files = files if num_files > 1 else ["model.safetensors"]
+    names = [f"-{number + 1:05}-of-{num_files:05}" for number in range(num_files)] if num_files > 1 else [""]
+    files = [f"model{name}.safetensors" for name in names]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for number, file in enumerate(files):
@@ -68,7 +68,7 @@ def checkpoint(weights: Weights, num_files: int) -> Iterator[Path]:
         if num_files > 1:
             index = {"weight_map": {name: files[place % num_files] for place, (name, _) in enumerate(weights)}}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-        (folder / "config.json").write_text("{}")
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         yield folder
 
 
@@ -78,16 +78,16 @@ def check_read_checkpoint(read_checkpoint: ReadCheckpoint) -> None:
         weights, _ = make_weights(make_load_shape(rng), rng)
         index = "s, their index, which is JSON," if number else ""
         said = f"A folder with {number + 1} safetensors file{index} and a config.json."
-        with checkpoint(weights, number + 1) as folder:
+        with checkpoint(weights, number + 1, {}) as folder:
             try:
                 pairs = list(read_checkpoint(folder))
             except SafetensorError as error:
                 look = "which files are read: those whose name ends in .safetensors"
                 expect(said, "error", "none", f"{type(error).__name__}: {error}", look)
-        names = sorted(name for name, _ in pairs)
+        names, got = (sorted(name for name, _ in tensors) for tensors in (weights, pairs))
         look = "which files are read, and the keys of each"
-        expect(said, "number of tensors", len(weights), len(names), look)
-        expect(said, "names", sorted(name for name, _ in weights), names, look)
+        expect(said, "number of tensors", len(names), len(got), look)
+        expect(said, "names", names, got, look)
         for name, tensor in weights:
             expect_close(said, name, tensor, dict(pairs)[name], "get_tensor(name)", tolerance=0.0)
 

@@ -100,26 +100,11 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-class Layer(nn.Module):
-    """A decoder layer."""
-
-    def __init__(self, shape: ModelShape, rotary: nn.Module) -> None:
-        super().__init__()
-        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, rotary)
-        self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = MLP(shape)
-
-
-class Decoder(nn.Module):
-    """Embedding, layers and the last norm."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        rotary = Rotary(shape.rotary_dim, shape.rope_theta, shape.max_position)
-        self.layers = nn.ModuleList(Layer(shape, rotary) for _ in range(shape.num_layers))
-        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+def make_layer(shape: ModelShape, rotary: nn.Module) -> nn.ModuleDict:
+    """The parts of a decoder layer."""
+    norms = [Norm(shape.hidden_size, shape.rms_norm_eps) for _ in range(2)]
+    names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    return nn.ModuleDict(zip(names, (norms[0], Attention(shape, rotary), norms[1], MLP(shape)), strict=True))
 
 
 class LanguageModel(nn.Module):
@@ -127,7 +112,10 @@ class LanguageModel(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.model = Decoder(shape)
+        rotary = Rotary(shape.rotary_dim, shape.rope_theta, shape.max_position)
+        embedding, norm = nn.Embedding(shape.vocab_size, shape.hidden_size), Norm(shape.hidden_size, shape.rms_norm_eps)
+        layers = nn.ModuleList(make_layer(shape, rotary) for _ in range(shape.num_layers))
+        self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         if shape.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = embedding.weight

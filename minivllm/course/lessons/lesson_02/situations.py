@@ -41,8 +41,13 @@ def make_ragged(rng: random.Random, num_prompts: int = 3) -> tuple[list[int], Te
     """Lengths of prompts, one of which has a single token; where each begins in the rows; the position of each row."""
     lengths = [1, *(rng.randint(3, 7) for _ in range(num_prompts - 1))]
     rng.shuffle(lengths)
+    return lengths, *lay_out(lengths)
+
+
+def lay_out(lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Prompts in one flat batch: where each begins in the rows, and the end of the last; the position of each row."""
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    return lengths, starts, torch.cat([torch.arange(length) for length in lengths])
+    return starts, torch.cat([torch.arange(length) for length in lengths])
 
 
 class Spy(nn.Module):
