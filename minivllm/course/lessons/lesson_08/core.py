@@ -97,7 +97,7 @@ def check_compute(cls: Any) -> None:
         _compare(cls, Crowd(f"compute {seed}"), _LOOKS)
 
 
-@quiet()
+@quiet
 def check_fail(cls: Any) -> None:
     """When the model fails, the requests of that step end with an error, and all others go on."""
     for seed in range(12):

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from minivllm.config import EngineArgs
+from minivllm.config import CacheConfig, EngineArgs, SchedulerConfig
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.assembly import Device
-from minivllm.course.lessons.lesson_08.bench import BENCH_PARTS, MadeUpDevice, make_bench
+from minivllm.course.lessons.lesson_08.inputs import EchoModel
+from minivllm.course.lessons.lesson_08.situations import MODEL, Letters
+from minivllm.course.lessons.lesson_08.start_up import MadeUpDevice, make_device
 from minivllm.course.observations import expect, rounds, see, seeded
 from minivllm.course.parts import SOURCES, EngineParts
 from minivllm.course.results import passed_checks
+from minivllm.engine.detokenizer import IncrementalDetokenizer
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import SchedulerOutput
+from minivllm.worker.sampler import Sampler
 
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 96, "dtype": "float32", "preemption_mode": "swap", "swap_space": 0.05,
@@ -78,21 +87,54 @@ def write(
     assemble: Assemble, parts: EngineParts, requests: Requests = REQUESTS, num_blocks: int = NUM_BLOCKS, **options: Any
 ) -> list[str]:
     """The texts that a learner's engine writes, with `num_blocks` blocks and, perhaps, other `EngineArgs` than `OPTIONS`."""
-    config = EngineConfig.from_engine_args(EngineArgs(**{**OPTIONS, **options}))
-    llm = assemble(parts, CountedDevice(config, parts, num_blocks), config)
-    outputs = llm.generate(*map(list, zip(*requests, strict=True)))
-    error = next((output.error for output in outputs if output.error), None)
-    assert error is None, f"The engine runs, and a step failed: {error}"
-    return [output.outputs[0].text for output in outputs]
+    config = EngineConfig.from_engine_args(EngineArgs(**OPTIONS | options))
+    return _texts(assemble(parts, CountedDevice(config, parts, num_blocks), config), requests)
 
 
 def write_with_package(requests: Requests = REQUESTS, num_blocks: int = NUM_BLOCKS, **options: Any) -> list[str]:
     """The texts that the package's engine writes."""
     from minivllm import LLM
 
-    llm = LLM(**{**OPTIONS, **options}, num_gpu_blocks_override=num_blocks)
-    outputs = llm.generate(*map(list, zip(*requests, strict=True)), use_tqdm=False)
+    return _texts(LLM(**OPTIONS | options, num_gpu_blocks_override=num_blocks), requests, use_tqdm=False)
+
+
+def _texts(llm: Any, requests: Requests, **options: Any) -> list[str]:
+    outputs = llm.generate(*map(list, zip(*requests, strict=True)), **options)
+    error = next((output.error for output in outputs if output.error), None)
+    assert error is None, f"The engine runs, and a step failed: {error}"
     return [output.outputs[0].text for output in outputs]
+
+
+class BenchScheduler(Scheduler):
+    """Raises a RuntimeError when polled endlessly by an engine that never learns that all requests have finished."""
+
+    num_steps = 0
+
+    def schedule(self) -> SchedulerOutput:
+        """As `Scheduler.schedule`."""
+        self.num_steps += 1
+        if self.num_steps > 2000:
+            raise RuntimeError("The engine takes step after step and never ends.")
+        return super().schedule()
+
+
+def _rename(cls: type) -> type:
+    """A class of the package by another name: that shows where it is used."""
+    return type(f"Bench{cls.__name__}", (cls,), {})
+
+
+BENCH_PARTS = EngineParts(
+    _rename(Sampler), _rename(IncrementalDetokenizer), EchoModel, _rename(BlockSpaceManager), object, BenchScheduler
+)
+
+
+def make_bench(rng: random.Random) -> tuple[MadeUpDevice, Any]:
+    """A device, and the configuration of an engine for it: few blocks, and some to swap to."""
+    limits = SchedulerConfig(rng.randint(2, 5), 60, preemption_mode="swap")
+    cache = CacheConfig(block_size=MadeUpDevice.block_size, swap_space_bytes=10**6)
+    device = make_device(rng, cache, limits, rng.randint(16, 20))
+    config = SimpleNamespace(model_config=MODEL, cache_config=cache, scheduler_config=limits, load_tokenizer=Letters)
+    return device, config
 
 
 def check_parts(assemble: Assemble) -> None:

@@ -61,9 +61,8 @@ class _Entrance:
         """The requests in the frontend and in the core, with their prompts."""
         states = {name: _describe(state) for name, state in self.engine.states.items()}
         expected = {name: f"a RequestState of {prompt!r}" for name, prompt in self.unfinished.items()}
-        expect(
-            said, "unfinished requests", expected, states, "what is kept in self.states, and when: ask before anything is changed"
-        )
+        look = "what is kept in self.states, and when: ask before anything is changed"
+        expect(said, "unfinished requests", expected, states, look)
         requests = self.engine.core.scheduler.requests
         prompts = {name: Letters().decode(request.prompt_token_ids) for name, request in requests.items()}
         look = "what the core is told (core_request), and when: process, check, and only then tell the core; a refused request never gets there"
@@ -113,7 +112,7 @@ def _run(engine: Any, crowd: Crowd, rng: random.Random) -> Iterator[list[Any]]:
     return map(observe, crowd.run(add, engine.step, engine.has_unfinished_requests))
 
 
-@quiet()
+@quiet
 def check_take(cls: Any) -> None:
     """Tokens become text, up to the stop string; finished requests are forgotten, here and in the core."""
     for seed in range(25):
@@ -130,14 +129,12 @@ def check_take(cls: Any) -> None:
             expect(said, "requests in the core", in_core, mine_in_core, _LOOKS["requests in the core"])
 
 
-# -- generate --------------------------------------------------------------------------------------------------------
-
-
 class _Watched:
     """The package's engine. Records its calls, and raises an error in one of them, such as the third step."""
 
     def __init__(self, engine: LLMEngine, call: str = "", error: type[BaseException] = KeyboardInterrupt) -> None:
         self.engine, self.call, self.error = engine, call, error
+        self.abort_request, self.has_unfinished_requests = engine.abort_request, engine.has_unfinished_requests
         self.counts: Counter[str] = Counter()
         self.added: list[str] = []
         self.late: list[str] = []
@@ -155,12 +152,6 @@ class _Watched:
         if self.counts["step"]:
             self.late.append(request_id)
 
-    def abort_request(self, request_id: str) -> None:
-        self.engine.abort_request(request_id)
-
-    def has_unfinished_requests(self) -> bool:
-        return self.engine.has_unfinished_requests()
-
     def step(self) -> list[RequestOutput]:
         self._count("step")
         if self.counts["step"] == 3000:
@@ -168,19 +159,13 @@ class _Watched:
         return self.engine.step()
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"generate needs add_request, abort_request, has_unfinished_requests and step of the engine, and not {name}"
-        )
-
-
-VOCABULARY_END = 1_000_000
-"""No model of these checks has such a token."""
+        raise AttributeError(f"generate needs only add_request, abort_request, has_unfinished_requests and step, not {name}")
 
 
 def make_prompts(rng: random.Random) -> list[Any]:
     """Prompts, some of which cannot be served."""
     good = ["".join(rng.choices("abc de", k=rng.randint(1, 20))) for _ in range(rng.randint(1, 9))]
-    return [rng.choice(("", [VOCABULARY_END], "x" * 70)) if rng.random() < 0.25 else prompt for prompt in good]
+    return [rng.choice(("", [1_000_000], "x" * 70)) if rng.random() < 0.25 else prompt for prompt in good]
 
 
 def make_params(count: int) -> list[SamplingParams]:
@@ -195,6 +180,10 @@ _GENERATE = {
     "the numbers of new tokens": "params: each prompt has its own entry",
     "requests added after the first step": "when the steps begin: after all prompts were added, so that they share their steps",
     "places of the outputs' request_ids among those added": "which outputs are those of this call",
+}
+_INTERRUPT = {
+    "raised": "`except BaseException`, which begins before the first request is added, and `raise`, after the requests are aborted",
+    "left": "what happens at a BaseException: abort the requests of this call, and only those",
 }
 
 
@@ -214,15 +203,14 @@ def generate(engine: _Watched, prompts: list[Any], params: list[SamplingParams])
 def observe_call(engine: _Watched, outputs: list[RequestOutput]) -> dict[str, Any]:
     """A call of `generate` in comparable form."""
     ids = [output.request_id for output in outputs if output.error is None]
+    places = [engine.added.index(name) if name in engine.added else name for name in ids]
     return {
         "the outputs' errors": [output.error for output in outputs],
         "the prompts of the outputs": [output.prompt_token_ids for output in outputs],
         "finished": [output.finished for output in outputs],
         "the numbers of new tokens": [[len(item.token_ids) for item in output.outputs] for output in outputs],
         "requests added after the first step": engine.late,
-        "places of the outputs' request_ids among those added": [
-            engine.added.index(name) if name in engine.added else name for name in ids
-        ],
+        "places of the outputs' request_ids among those added": places,
     }
 
 
@@ -263,9 +251,6 @@ def _check_interrupt(cls: Any) -> None:
             cls(_Watched(engine, call, error)).generate(["abc", "de", "f"], make_params(3))
         except BaseException as raised:
             got = f"a {type(raised).__name__}" if type(raised) is error else repr(raised)
-        look = (
-            "`except BaseException`, which begins before the first request is added, and `raise`, after the requests are aborted"
-        )
-        expect(said, "what generate raises", f"a {error.__name__}", got, look)
-        look = "what happens at a BaseException: abort the requests of this call, and only those"
-        expect(said, "requests left in the engine", ["not of this call"], sorted(engine.output_processor.states), look)
+        expect(said, "what generate raises", f"a {error.__name__}", got, _INTERRUPT["raised"])
+        left = sorted(engine.output_processor.states)
+        expect(said, "requests left in the engine", ["not of this call"], left, _INTERRUPT["left"])

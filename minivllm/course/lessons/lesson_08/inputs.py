@@ -22,9 +22,6 @@ from minivllm.worker.sampler import SampledToken, SamplingRow
 _ROUNDS = 80
 
 
-# -- arrays ----------------------------------------------------------------------------------------------------------
-
-
 def make_counts(rng: random.Random, longest: int = 12) -> tuple[list[int], list[int]]:
     """The tokens already computed, and those to compute now, for each sequence."""
     num_seqs = rng.randint(1, 6)
@@ -117,9 +114,6 @@ def check_find_slots(find_slots: Any) -> None:
         expect(said, "slots", expected, _as_ints(said, "slots", got), look)
     array = np.arange(3 * 250).reshape(3, 250)
     _refuse_loops("find_slots", lambda n: find_slots(np.tile(np.arange(n), 3), np.repeat(np.arange(3), n), array, 4))
-
-
-# -- tensors ---------------------------------------------------------------------------------------------------------
 
 
 class EchoModel:

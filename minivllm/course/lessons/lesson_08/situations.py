@@ -6,15 +6,13 @@ import logging
 import random
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.course.observations import fail, seed_of, show
-from minivllm.engine.core_client import InprocClient
-from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.executor.base import Executor
 from minivllm.request import EngineCoreRequest
@@ -29,34 +27,31 @@ VOCAB_SIZE = 30
 _MOST_STEPS = 600
 
 
-def make_sequences(rng: random.Random, block_size: int, longest: int = 30) -> list[SequenceData]:
+def make_sequences(rng: random.Random, block_size: int) -> list[SequenceData]:
     """A ragged step: prompts, chunks of prompts and decodes, with blocks in any order."""
     kinds = rng.choice((("decode",), ("prompt", "chunk", "middle", "decode"), ("prompt",), ("middle",)))
     sequences, blocks = [], rng.sample(range(5000), 4000)
     for number in range(rng.randint(1, 5)):
-        kind, length = rng.choice(kinds), rng.randint(1, longest)
+        kind, length = rng.choice(kinds), rng.randint(1, 30)
         start = {"prompt": 0, "decode": length - 1}.get(kind, rng.randrange(length))
-        count = length - start
         known = length + (rng.randint(1, 9) if kind == "middle" else 0)
         table = [blocks.pop() for _ in range(-(-known // block_size) + rng.choice((0, 0, 1)))]
-        token_ids = [rng.randrange(1000) for _ in range(count)]
+        token_ids = [rng.randrange(1000) for _ in range(length - start)]
         params = SamplingParams(temperature=0, max_tokens=50)
         request = EngineCoreRequest(f"r{number}", [1] * known, params, max_num_tokens=known + 50)
-        samples = 0 if kind == "middle" else 1
-        sequences.append(SequenceData(request, number, 0, token_ids, start, table, 0, [], samples, 0, kind == "decode"))
+        num_samples = 0 if kind == "middle" else 1
+        sequences.append(SequenceData(request, number, 0, token_ids, start, table, 0, [], num_samples, 0, kind == "decode"))
     return sequences
 
 
 def describe(sequences: list[SequenceData], block_size: int) -> str:
     """A step in words."""
-    lines = [f"A step with blocks of {block_size} tokens:"]
+    said = f"A step with blocks of {block_size} tokens:"
     for seq in sequences:
         end = seq.num_computed_tokens + seq.num_tokens
         sampled = "a token is sampled" if seq.num_samples else "the prompt continues, so nothing is sampled"
-        lines.append(
-            f"  {seq.request.request_id}: computes positions {seq.num_computed_tokens} to {end - 1}, block table {seq.block_table}; {sampled}"
-        )
-    return "\n".join(lines)
+        said += f"\n  {seq.request.request_id}: computes positions {seq.num_computed_tokens} to {end - 1}, block table {seq.block_table}; {sampled}"
+    return said
 
 
 class Letters:
@@ -123,7 +118,8 @@ class Crowd:
     """An engine with too few blocks, and requests for it, all drawn from one seed.
 
     Attributes:
-        requests: (id, prompt, sampling parameters), to be added a few at a time.
+        requests: (id, prompt, sampling parameters).
+        joins: How many steps are taken before each is added.
     """
 
     def __init__(self, seed: str, stop_strings: bool = False) -> None:
@@ -136,8 +132,7 @@ class Crowd:
         self.scheduler_config = SchedulerConfig(max_num_seqs, budget, enable_chunked_prefill=in_chunks, preemption_mode=mode)
         self.blocks = rng.randint(13, 20), 30 if mode == "swap" else 0
         self.requests = [self._make_request(rng, number, stop_strings) for number in range(8)]
-        self.joins = [0] + [rng.choice((0, 0, 1, 3)) for _ in self.requests[1:]]
-        """How many steps are taken before each is added."""
+        self.joins = [rng.choice((0, 0, 1, 3)) for _ in self.requests]
 
     def _make_request(self, rng: random.Random, number: int, stop_strings: bool) -> tuple[str, str, SamplingParams]:
         prompt = "".join(rng.choices("abcdefghij klmnop", k=rng.randint(1, 24)))
@@ -163,7 +158,7 @@ class Crowd:
     def make_engine(self, **options: Any) -> LLMEngine:
         """The package's engine on a script."""
         configs = (MODEL, self.cache_config, self.scheduler_config)
-        return LLMEngine(InprocClient(EngineCore(*configs, self.make_script(**options))), *configs, Letters())  # type: ignore[arg-type]
+        return LLMEngine.from_executor(*configs, self.make_script(**options), Letters())  # type: ignore[arg-type]
 
     def run(self, add: Callable[..., None], step: Callable[[], Any], has_unfinished: Callable[[], bool]) -> Iterator[Any]:
         """Add the requests as time goes by, and give what each step returns, until all have finished."""
@@ -191,12 +186,5 @@ def expect_list(said: str, kind: type, got: Any) -> None:
         fail(f"{said}\nExpected: a list of {kind.__name__}\nGot: {show(got)}")
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the package's log of failed steps: here they are intended."""
-    logger = logging.getLogger("minivllm.engine.engine_core")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+quiet = patch.object(logging.getLogger("minivllm.engine.engine_core"), "disabled", True)
+"""Silences the package's log of failed steps: here they are intended."""
