@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 LONG = (
     "test_tensor_parallel.py",
     "test_grading.py",
-    "test_lessons_in_browser.py",
+    "test_browser.py",
     "test_soak.py",
     "test_grading_observe.py",
     "test_triton_compiles.py",

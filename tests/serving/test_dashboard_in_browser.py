@@ -15,7 +15,7 @@ import urllib.request
 
 import pytest
 import uvicorn
-from browser import PATIENCE, SCREENSHOTS, launch, needs_chromium, sync_api
+from browser import PATIENCE, SCREENSHOTS, needs_chromium, open_browser, sync_api
 from test_serving import KEY, ServeProcess
 from watched_engine import MODEL, make_app, make_engine
 
@@ -64,10 +64,8 @@ def server():
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = launch(playwright.chromium)
+    with open_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

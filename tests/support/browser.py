@@ -138,6 +138,32 @@ def end_group(process):
     process.wait()
 
 
+def wait_for(page, condition, patience=PATIENCE):
+    """What a condition comes to when it is true."""
+    end = time.monotonic() + patience
+    while not (found := condition()):
+        assert time.monotonic() < end, f"it did not come about within {patience} s"
+        page.wait_for_timeout(50)
+    return found
+
+
+def screenshot(shown, name):
+    """Leave a picture of a page, or of an element."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    shown.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+
+@contextlib.contextmanager
+def open_browser():
+    """A browser."""
+    with sync_api.sync_playwright() as playwright:
+        browser = launch(playwright.chromium)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
 def launch(chromium, attempts=3):
     """A browser. Once in a while one hangs when it starts, and the next does not."""
     for attempt in range(1, attempts + 1):
