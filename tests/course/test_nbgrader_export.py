@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from course_notebooks import cell, solved_notebook
+from course_notebooks import ADD, HALF, cell, solved_notebook, with_sources, write
 
 import minivllm
 from minivllm.course.exercise_cells import read_notebook
@@ -28,52 +28,36 @@ NAME = "99_adding"
 
 @pytest.fixture(scope="module")
 def solutions(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("solutions")
-    nbformat.write(solved_notebook(), folder / f"{NAME}.ipynb")
-    return folder
+    return write(tmp_path_factory.mktemp("solutions")).parent
 
 
 def nbgrader(course, *arguments):
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # it calls the command alembic
-        "JUPYTER_CONFIG_DIR": str(course / ".jupyter"),  # Jupyter's own files stay out of the home folder
-    }
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # it calls the command alembic
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path}
+    environment["JUPYTER_CONFIG_DIR"] = str(course / ".jupyter")  # Jupyter's own files stay out of the home folder
     result = subprocess.run(
         [sys.executable, "-m", "nbgrader", *arguments], cwd=course, env=environment, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
-    return result
-
-
-def with_answer(notebook, source):
-    next(cell for cell in notebook.cells if cell.id == "answer").source = source
-    return notebook
-
-
-def submit(course, learner, notebook):
-    folder = course / "submitted" / learner / NAME
-    folder.mkdir(parents=True)
-    nbformat.write(notebook, folder / f"{NAME}.ipynb")
-
-
-HALF = "def add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return a + 1\n"
 
 
 @pytest.fixture(scope="module")
 def graded(solutions, tmp_path_factory):
-    """A course folder in which three learners were graded."""
+    """A course folder in which four learners were graded."""
     course = tmp_path_factory.mktemp("class") / "course"
     assert main(["course", "export", str(course), "--solutions", str(solutions)]) == 0
     nbgrader(course, "generate_assignment", NAME, "--create")
-    release = course / "release" / NAME / f"{NAME}.ipynb"
-    answer = solved_notebook().cells[2].source
-    submit(course, "untouched", read_notebook(release))
-    submit(course, "half", with_answer(read_notebook(release), HALF))
-    submit(course, "solved", with_answer(read_notebook(release), answer))
-    emptied = with_answer(read_notebook(release), HALF)
-    next(cell for cell in emptied.cells if cell.id == "check-twice").source = "pass"
-    submit(course, "emptied", emptied)
+    handed_in = {
+        "untouched": {},
+        "half": {"answer": HALF},
+        "solved": {"answer": ADD},
+        "emptied": {"answer": HALF, "check_twice": "pass"},
+    }
+    for learner, sources in handed_in.items():
+        write(
+            course / "submitted" / learner / NAME,
+            with_sources(read_notebook(course / "release" / NAME / f"{NAME}.ipynb"), **sources),
+        )
     nbgrader(course, "autograde", NAME, "--create")
     nbgrader(course, "export")
     return course
@@ -89,13 +73,9 @@ def test_nbgrader_makes_the_same_exercise(graded, solutions, tmp_path):
 def test_nbgrader_gives_each_learner_the_points_of_the_checks(graded):
     with (graded / "grades.csv").open(encoding="utf-8", newline="") as file:
         rows = {row["student_id"]: row for row in csv.DictReader(file)}
-    assert {learner: (float(row["score"]), float(row["max_score"])) for learner, row in rows.items()} == {
-        "untouched": (0, 5),
-        "half": (2, 5),
-        "solved": (5, 5),
-        "emptied": (2, 5),  # nbgrader puts the check back
-    }
-    assert {row["assignment"] for row in rows.values()} == {NAME}
+    points = {"untouched": 0, "half": 2, "solved": 5, "emptied": 2}  # nbgrader puts the check back
+    assert {learner: float(row["score"]) for learner, row in rows.items()} == points
+    assert {(row["assignment"], float(row["max_score"])) for row in rows.values()} == {(NAME, 5)}
 
 
 def test_the_export_says_what_it_wrote_and_what_comes_next(solutions, tmp_path, capsys):
@@ -119,22 +99,18 @@ def test_without_solutions_there_is_nothing_to_export(tmp_path, capsys):
 
 
 def test_a_solution_that_is_marked_wrong_is_named(solutions, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(solutions, broken)
+    shutil.copytree(solutions, tmp_path / "broken")
     notebook = solved_notebook()
     notebook.cells.append(cell("more", "assert True", "check", 2))
-    nbformat.write(notebook, broken / "98_more.ipynb")
+    write(tmp_path / "broken", notebook, "98_more")
     with pytest.raises(CourseError, match=r"98_more.ipynb: Cell 'more': a check cell must call check"):
-        export_course(broken, tmp_path / "course")
+        export_course(tmp_path / "broken", tmp_path / "course")
     assert not (tmp_path / "course").exists()
 
 
 def test_the_badges_open_the_exercises(tmp_path):
     notebook = solved_notebook()
     renew_first_cells(notebook, f"solutions/{NAME}.ipynb", "https://github.com/someone/course")
-    (tmp_path / "solutions").mkdir()
-    nbformat.write(notebook, tmp_path / "solutions" / f"{NAME}.ipynb")
-    (source,) = export_course(tmp_path / "solutions", tmp_path / "course")
+    (source,) = export_course(write(tmp_path / "solutions", notebook).parent, tmp_path / "course")
     text = "\n".join(cell.source for cell in nbformat.read(source, as_version=4).cells)
-    assert f"/blob/main/exercises/{NAME}.ipynb" in text
-    assert "/solutions/" not in text
+    assert f"/blob/main/exercises/{NAME}.ipynb" in text and "/solutions/" not in text
