@@ -13,10 +13,8 @@ GLOSSARY = (ROOT / "notebooks" / "glossary.md").read_text(encoding="utf-8")
 ANCHORS = re.findall(r'^<a id="([\w-]+)"></a>$', GLOSSARY, flags=re.MULTILINE)
 NOTEBOOKS = [path for folder in ("notebooks", "exercises", "solutions") for path in sorted((ROOT / folder).glob("*.ipynb"))]
 
-UNLINKED = {
-    "max_num_batched_tokens",  # lesson 07 explains it itself
-}
-"""Terms that need no link from a lesson."""
+UNLINKED = {"max_num_batched_tokens"}
+"""Terms that need no link from a lesson: lesson 07 explains it itself."""
 
 
 def text_of(path):
@@ -26,27 +24,18 @@ def text_of(path):
 
 def glossary_links(text, path):
     """The links to the glossary, as (file, anchor)."""
-    return [
-        ((path.parent / target).resolve(), anchor)
-        for target, anchor in re.findall(r"\]\(([\w./-]*glossary\.md)#?([^)]*)\)", text)
-    ]
-
-
-def test_an_anchor_is_there_once():
-    assert sorted(ANCHORS) == sorted(set(ANCHORS))
+    found = re.findall(r"\]\(([\w./-]*glossary\.md)#?([^)]*)\)", text)
+    return [((path.parent / target).resolve(), anchor) for target, anchor in found]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=[f"{path.parent.name}/{path.stem}" for path in NOTEBOOKS])
 def test_links_to_the_glossary_find_their_term(path):
-    wrong = [
-        anchor
-        for target, anchor in glossary_links(text_of(path), path)
-        if target != ROOT / "notebooks" / "glossary.md" or anchor not in ["", *ANCHORS]
-    ]
-    assert wrong == []
+    for target, anchor in glossary_links(text_of(path), path):
+        assert target == ROOT / "notebooks" / "glossary.md" and anchor in ["", *ANCHORS], anchor
 
 
-def test_terms_link_to_terms():
+def test_an_anchor_is_there_once_and_terms_link_to_terms():
+    assert sorted(ANCHORS) == sorted(set(ANCHORS))
     assert [anchor for anchor in re.findall(r"\]\(#([^)]*)\)", GLOSSARY) if anchor not in ANCHORS] == []
 
 
@@ -58,8 +47,7 @@ def test_every_term_is_linked_from_a_lesson_or_known_not_to_be():
 
 def test_terms_are_in_alphabetical_order():
     terms = [term.strip("`").lower() for term in re.findall(r"^\*\*(.+?)\*\*: ", GLOSSARY, flags=re.MULTILINE)]
-    assert len(terms) == len(ANCHORS)
-    assert terms == sorted(terms)
+    assert len(terms) == len(ANCHORS) and terms == sorted(terms)
 
 
 def test_an_entry_is_one_to_three_sentences_and_says_where():

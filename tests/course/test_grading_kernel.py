@@ -74,8 +74,7 @@ def test_the_lesson_s_imports_of_the_course_are_found():
         "from minivllm.core import scheduler",
         "from minivllm.courses import x",
     ]
-    found = find_imports(sources, "minivllm.course")
-    assert found == [
+    assert find_imports(sources, "minivllm.course") == [
         "from minivllm.course.lessons import lesson_04",
         "from minivllm.course import show_source as show",
         "import minivllm.course.checks as c",
@@ -134,56 +133,51 @@ def test_what_a_cell_changed_is_put_back(lesson, change):
     assert state() == before
 
 
-def cells(*sources):
-    """Cells of a lesson: a source that begins with "with check" is a check, one with "import" is given."""
+IMPORT = "from minivllm.course import check"
+
+
+def run(*sources, stopped=None, **limits):
+    """Run cells of a lesson: a source that begins with "with check" is a check, one with "from minivllm" is given."""
     made = []
     for number, source in enumerate(sources):
         kind = "check" if source.startswith("with check") else "given" if source.startswith("from minivllm") else "own"
         check = GradedCell(str(number), "x", 1, True) if kind == "check" else None
         made.append(Cell(str(number), kind, "code", source, check))
-    return tuple(made)
-
-
-def run(made, limits=None, stopped=None):
-    surroundings = surroundings_of(Lesson("99_x", made), (), ())
-    return run_cells(made, surroundings, limits or Limits(), stopped or threading.Event())
+    surroundings = surroundings_of(Lesson("99_x", tuple(made)), (), ())
+    return run_cells(tuple(made), surroundings, Limits(**limits), stopped or threading.Event())
 
 
 def test_functions_behind_checks_are_put_back_before_each_check():
     text = '{"cell_type": "markdown", "metadata": {}}'
-    made = cells(
-        "from minivllm.course import check\nfrom minivllm.course.exercise_cells import is_check",
-        f"with check('a'):\n    assert not is_check({text})",
-        "import minivllm.course.exercise_cells as c\nis_check.__code__ = (lambda cell: True).__code__\nc.is_check = is_check = lambda cell: True",
-        f"with check('b'):\n    assert not is_check({text})",
-        f"with check('c'):\n    assert is_check({text})",
-    )
-    runs = run(made)
+    passes, fails = (f"with check('a'):\n    assert {word} is_check({text})" for word in ("not", ""))
+    imports = f"{IMPORT}\nfrom minivllm.course.exercise_cells import is_check"
+    patches = "import minivllm.course.exercise_cells as c\nis_check.__code__ = (lambda cell: True).__code__\nc.is_check = is_check = lambda cell: True"
+    runs = run(imports, passes, patches, passes, fails)
     assert [runs[index].passed for index in (1, 3, 4)] == [True, True, False]
 
 
-@pytest.mark.slow
-def test_time_for_the_whole_notebook_is_limited():
-    made = cells(
-        "from minivllm.course import check", "import time; time.sleep(1)", "while True: pass", "with check('a'):\n    pass"
-    )
-    runs = run(made, Limits(cell_seconds=600, total_seconds=4))
-    assert [run.status for run in runs.values()] == ["ok", "ok", "late"]
+PASSES, HANGS, KILLS = (f"with check('a'):\n    {body}" for body in ("pass", "while True: pass", "import os; os._exit(1)"))
+WRITES = "import time\nfor i in range(600):\n    open(str(i), 'wb').write(b'x' * 5_000_000)\n    time.sleep(0.05)"
 
 
 @pytest.mark.slow
-def test_a_notebook_that_always_ends_python_is_given_up():
-    made = cells(*["import os; os._exit(1)"] * 13, "from minivllm.course import check", "with check('a'):\n    pass")
-    runs = run(made)
-    assert [run.status for run in runs.values()] == ["dead"] * 12
+@pytest.mark.parametrize(
+    ("sources", "limits", "statuses"),
+    [
+        ([IMPORT, "import time; time.sleep(1)", "while True: pass", PASSES], {"total_seconds": 4}, "ok ok late"),
+        ([*["import os; os._exit(1)"] * 13, IMPORT, PASSES], {}, "dead " * 12),
+        ([WRITES], {"written_bytes": 30_000_000}, "disk"),
+    ],
+    ids=["runs long", "always ends Python", "writes much"],
+)
+def test_a_notebook_that_runs_out_of_something_is_given_up(sources, limits, statuses):
+    assert [run.status for run in run(*sources, **limits).values()] == statuses.split()
 
 
 @pytest.mark.slow
 def test_after_a_check_that_hangs_others_get_less_time_and_their_points(monkeypatch):
     monkeypatch.setattr(Surroundings, "seconds_after_a_hang", lambda self, cell: 4)
-    hangs, passes, kills = (f"with check('a'):\n    {body}" for body in ("while True: pass", "pass", "import os; os._exit(1)"))
-    made = cells("from minivllm.course import check", hangs, passes, kills, hangs, passes)
-    runs = run(made, Limits(cell_seconds=6, total_seconds=120))
+    runs = run(IMPORT, HANGS, PASSES, KILLS, HANGS, PASSES, cell_seconds=6, total_seconds=120)
     assert [run.status for run in runs.values()] == ["ok", "slow", "ok", "dead", "slow", "ok"]
     assert [run.limit for run in runs.values()][1:] == [6, 4, 4, 4, 4]
     assert [index for index, run in runs.items() if run.passed] == [2, 5]
@@ -195,11 +189,5 @@ def test_grading_that_is_stopped_does_not_wait_for_the_learner():
     threading.Timer(3, stopped.set).start()
     start = time.monotonic()
     with pytest.raises(KernelDidNotStart):
-        run(cells("import time; time.sleep(500)"), Limits(cell_seconds=600, total_seconds=600), stopped)
+        run("import time; time.sleep(500)", stopped=stopped, cell_seconds=600, total_seconds=600)
     assert time.monotonic() - start < 120
-
-
-@pytest.mark.slow
-def test_files_of_a_notebook_are_limited():
-    made = cells("import time\nfor i in range(600):\n    open(str(i), 'wb').write(b'x' * 5_000_000)\n    time.sleep(0.05)")
-    assert run(made, Limits(written_bytes=30_000_000))[0].status == "disk"

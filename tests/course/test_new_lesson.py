@@ -23,23 +23,20 @@ NAME = "99_counting_blocks"
 def project(tmp_path_factory):
     """A copy of the package and of what tests lessons, with no other lesson's notebooks."""
     folder = tmp_path_factory.mktemp("project")
-    shutil.copytree(ROOT / "minivllm", folder / "minivllm", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "tests" / "support", folder / "tests" / "support", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("minivllm", "tests/support"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("notebooks", "solutions"):
         (folder / name).mkdir()
-    (folder / "pyproject.toml").write_text(
-        '[tool.pytest.ini_options]\npythonpath = ["tests/support"]\nmarkers = ["slow", "long"]\n'
-    )
+    settings = '[tool.pytest.ini_options]\npythonpath = ["tests/support"]\nmarkers = ["slow", "long"]\n'
+    (folder / "pyproject.toml").write_text(settings)
     (folder / "conftest.py").write_text('def pytest_addoption(parser):\n    parser.addoption("--long", action="store_true")\n')
     return folder
 
 
-def run(project, *command, code=0):
-    environment = os.environ | {"PYTHONPATH": str(project)}
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, command)], cwd=project, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == code, done.stdout + done.stderr
+def run(project, *command):
+    options = {"cwd": project, "env": os.environ | {"PYTHONPATH": str(project)}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-m", *map(str, command)], **options)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 

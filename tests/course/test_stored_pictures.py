@@ -8,6 +8,7 @@ import io
 import nbformat
 import numpy as np
 import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from minivllm.course.pictures import shrink, shrink_pictures
 
@@ -44,15 +45,12 @@ def test_what_is_transparent_becomes_white():
 
 
 def test_in_a_notebook_pictures_alone_change(png):
-    text = nbformat.v4.new_output("stream", text="hello\n")
-    figure = nbformat.v4.new_output(
-        "display_data", {"image/png": base64.b64encode(png).decode(), "text/plain": "<Figure size 900x860 with 1 Axes>"}
-    )
-    cells = [nbformat.v4.new_markdown_cell("# A map"), nbformat.v4.new_code_cell("1", outputs=[text, figure])]
-    notebook = nbformat.v4.new_notebook(cells=cells)
+    data = {"image/png": base64.b64encode(png).decode(), "text/plain": "<Figure size 900x860 with 1 Axes>"}
+    outputs = [new_output("stream", text="hello\n"), new_output("display_data", data)]
+    notebook = new_notebook(cells=[new_markdown_cell("# A map"), new_code_cell("1", outputs=outputs)])
     assert shrink_pictures(notebook) > len(png) / 2
-    assert notebook.cells[1].outputs[0].text == "hello\n"
-    assert notebook.cells[1].outputs[1].data["text/plain"] == "<Figure size 900x860 with 1 Axes>"
-    assert base64.b64decode(notebook.cells[1].outputs[1].data["image/png"]) == shrink(png)
+    text, figure = notebook.cells[1].outputs
+    assert text.text == "hello\n" and figure.data["text/plain"] == data["text/plain"]
+    assert base64.b64decode(figure.data["image/png"]) == shrink(png)
     assert shrink_pictures(notebook) == 0
     nbformat.validate(notebook)
