@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -63,53 +62,45 @@ class Workers:
             MinivllmError: A request failed.
         """
         starts: list[float] = []
-        failed = threading.Event()
         warm = threading.Barrier(len(self._engines), action=lambda: starts.append(time.perf_counter()))
-        waiting: queue.SimpleQueue[tuple[int, WorkloadRequest]] = queue.SimpleQueue()
-        for item in enumerate(requests):
-            waiting.put(item)
+        waiting = iter(enumerate(requests))
         done: list[RequestLatency] = []
+
+        def stop() -> None:
+            """Let each worker end its request, and take no other."""
+            warm.abort()
+            list(waiting)
 
         def work(engine: LLMEngine) -> None:
             try:
                 _answer(engine, WorkloadRequest([1, 2, 3], 2))
                 warm.wait()
-                while not failed.is_set():
-                    try:
-                        number, request = waiting.get_nowait()
-                    except queue.Empty:
-                        return
+                for number, request in waiting:
                     times = _answer(engine, request)
                     gaps = tuple(later - earlier for earlier, later in itertools.pairwise(times))
                     lengths = len(times), len(request.prompt_token_ids), len(times)
                     done.append(RequestLatency(str(number), times[0] - starts[0], times[-1] - starts[0], gaps, *lengths))
             except BaseException:
-                failed.set()
-                warm.abort()
+                stop()
                 raise
 
         workers = [self._pool.submit(work, engine) for engine in self._engines]
         try:
             failures = [error for error in (worker.exception() for worker in workers) if error is not None]
-        except BaseException:  # Ctrl-C: each worker ends its request, and takes no other
-            failed.set()
-            warm.abort()
+        except BaseException:  # Ctrl-C
+            stop()
             raise
         for error in sorted(failures, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error  # the cause, not a broken barrier in another worker
         return EngineRun.of(done, time.perf_counter() - starts[0], scheduler=f"{len(workers)} workers")
 
-    def shutdown(self) -> None:
-        """End the processes."""
-        for engine in self._engines:
-            engine.engine_core.shutdown()
-        self._pool.shutdown()
-
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.shutdown()
+        for engine in self._engines:
+            engine.engine_core.shutdown()
+        self._pool.shutdown()
 
 
 def _answer(engine: LLMEngine, request: WorkloadRequest) -> list[float]:
