@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from os.path import commonprefix
+
 from minivllm.engine.tokenizer import REPLACEMENT, Tokenizer
 from minivllm.sampling_params import SamplingParams
 
@@ -62,12 +64,17 @@ class DecodeStream:
 
     A token is not always whole characters: an emoji may take four tokens, and some tokenizers drop the space before the first word that
     they decode. So a short window is decoded that starts with tokens already returned; the text after theirs is new. Trailing bytes
-    that do not yet make a character are held back, and the window grows until they do. This is the method of Hugging Face's TGI and
-    vLLM (`detokenize_incrementally`). The last tokens of the prompt open the first window.
+    that do not yet make a character are held back. This is the method of Hugging Face's TGI and vLLM (`detokenize_incrementally`).
+    Here the window stays short even if its bytes never make a character, so that a token's cost is bounded. The last tokens of the
+    prompt open the first window.
     """
 
     PROMPT_WINDOW = 5
     """Prompt tokens in the first window: enough for the tokenizer to see that the text has begun before."""
+    MOST_WAITING = 3
+    """A character has at most four bytes, so at most three tokens may wait for the one that completes it."""
+    MOST_TOKENS = 16
+    """A longer window is shortened."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -76,23 +83,30 @@ class DecodeStream:
         text = self._decode()
         if text.endswith(REPLACEMENT):  # the prompt ends within a character: decode the output by itself
             self._window, text = [], ""
-        self._num_old_tokens = len(self._window)
+        self._num_old_tokens, self._old_text = len(self._window), text
+        """What the window starts with: tokens whose text was returned before."""
         self._num_given = len(text)
         """Characters of the window's text already returned."""
 
     def step(self, token_id: int) -> str:
         """The new text after one more token; "" while a character is incomplete."""
-        if self._skip_special_tokens and token_id in self._tokenizer.skipped_token_ids:
+        if self._skip_special_tokens and token_id in self._tokenizer.skipped_token_ids or not self._tokenizer.has(token_id):
             return ""
         self._window.append(token_id)
         text = self._decode()
-        stable = len(text.rstrip(REPLACEMENT))
-        new = text[self._num_given : stable]
-        self._num_given = max(self._num_given, stable)
-        if new and stable == len(text):
+        if not text.startswith(self._old_text):  # some tokenizers take back a character if the bytes after it make none
+            self._window, self._num_old_tokens = self._window[self._num_old_tokens :], 0
+            self._num_given, self._old_text = self._num_given - len(self._old_text), ""
+            text = self._decode()
+        texts = [text] if not text.endswith(REPLACEMENT) else [self._decode(missing) for missing in range(self.MOST_WAITING + 1)]
+        num_stable = max(self._num_given, len(commonprefix(texts)))  # what the last tokens did not change, those to come will not
+        new, self._num_given = text[self._num_given : num_stable], num_stable
+        if new and num_stable == len(text):
             self._window = self._window[self._num_old_tokens :]
-            self._num_old_tokens = len(self._window)
-            self._num_given = len(self._decode())
+            self._num_old_tokens, self._old_text = len(self._window), self._decode()
+            self._num_given = len(self._old_text)
+        elif len(self._window) > self.MOST_TOKENS and all(len(text) <= len(other) + i for i, other in enumerate(texts)):
+            self._shorten_window(text[num_stable:])  # not while the last tokens break characters, as an incomplete one can
         return new
 
     def flush(self) -> str:
@@ -102,5 +116,17 @@ class DecodeStream:
         self._num_given = len(text)
         return new
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip_special_tokens)
+    def _shorten_window(self, held: str) -> None:
+        """Keep few tokens whose text has the same end: the last ones, cut between characters, or with the first if a byte breaks them all."""
+        new, last = self._window[self._num_old_tokens :], self._window
+        choices = [last[-size:] for size in range(self.MOST_WAITING + 1, self.MOST_TOKENS // 2)] + [new[:4] + last[-4:]]
+        same = [(len(text), tokens) for tokens in choices if (text := self._text_of(tokens)).endswith(held)]
+        num_characters, self._window = min(same, default=(len(held), last[-1:]))
+        self._num_old_tokens, self._old_text = 0, ""
+        self._num_given = num_characters - len(held)
+
+    def _decode(self, num_missing: int = 0) -> str:
+        return self._text_of(self._window[: len(self._window) - num_missing])
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip_special_tokens)

@@ -73,6 +73,10 @@ class Tokenizer:
         )
         return text
 
+    def has(self, token_id: int) -> bool:
+        """Whether an id is a token's. A model may have more rows than its tokenizer has tokens; the others have no text."""
+        return self.hf_tokenizer.convert_ids_to_tokens(token_id) is not None
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, which may be a part of a character."""
         text = self.decode([token_id], skip_special_tokens=False)

@@ -114,6 +114,70 @@ def test_pieces_join_with_byte_fallback(items):
     assert "".join(stream(tokenizer, token_ids)) == tokenizer.decode(token_ids)
 
 
+BYTE_F0 = 239
+"""SmolLM2's token for the byte 0xF0, which begins a character of four bytes."""
+
+
+class Watched(Tokenizer):
+    """Notes how many tokens each call decodes."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        vars(self).update(vars(tokenizer))
+        self.counts: list[int] = []
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        self.counts.append(len(token_ids))
+        return super().decode(token_ids, skip_special_tokens)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tokenizer: [BYTE_F0] * 500,  # bytes that never form a character
+        lambda tokenizer: tokenizer.encode("\ufffd" * 300),  # a genuine character, decoded as broken ones are
+        lambda tokenizer: tokenizer.encode("👩‍🔬")[:-1] * 60,
+        lambda tokenizer: (
+            [*tokenizer.encode("a"), *range(60_000, 60_200), *tokenizer.encode("b")] * 3
+        ),  # ids beyond the vocabulary
+    ],
+    ids=["lone bytes", "U+FFFD", "cut characters", "unknown ids"],
+)
+@pytest.mark.parametrize("kind", ["bytes", "fallback"])
+def test_a_token_costs_no_more_whatever_came_before_and_text_keeps_flowing(tokenizer, byte_fallback, make, kind):
+    token_ids = make(tokenizer)
+    if kind == "fallback":
+        token_ids = byte_tokens_of(b"".join(tokenizer.token_bytes(token) for token in token_ids if tokenizer.has(token)))
+    watched = Watched(tokenizer if kind == "bytes" else byte_fallback)
+    stream = DecodeStream(watched, [], True)
+    whole, longest_wait, wait, text = watched.decode(token_ids), 0, 0, ""
+    watched.counts.clear()
+    for token_id in token_ids:
+        calls = len(watched.counts)
+        text += (piece := stream.step(token_id))
+        assert len(watched.counts) - calls <= 14
+        wait = 0 if piece or not watched.has(token_id) else wait + 1
+        longest_wait = max(longest_wait, wait)
+    assert max(watched.counts) <= DecodeStream.MOST_TOKENS + DecodeStream.MOST_WAITING + 1
+    assert longest_wait <= 9  # three characters of three bytes
+    text += stream.flush()
+    assert text == whole or (
+        kind == "fallback" and text.startswith("👩\u200d")
+    )  # whose other bytes make the tokenizer take it back
+
+
+def byte_tokens_of(data: bytes) -> list[int]:
+    return [8 + byte for byte in data]
+
+
+@given(st.lists(st.sampled_from([0xF0, 0x9F, 0x8C, 0xB3, 0xC3, 0xA9, 0x41, 0x0A, 0xFF]), max_size=60))
+def test_any_bytes_give_as_many_characters_as_they_must(values):
+    tokenizer = make_byte_fallback_tokenizer()
+    text = "".join(pieces := stream(tokenizer, byte_tokens_of(bytes(values))))
+    assert len(text) <= len(values) and all(len(piece) <= DecodeStream.MOST_TOKENS for piece in pieces)
+    if (whole := bytes(values).decode(errors="replace")).find("\ufffd") < 0:
+        assert text == whole
+
+
 def generate_text(tokenizer, text: str, **params) -> tuple[list[str], str, str | None]:
     """The text after each token of a sequence that spells `text`, at the end, and the stop string found."""
     sequence = SequenceText([1], SamplingParams(max_tokens=1000, **params), 0, tokenizer)

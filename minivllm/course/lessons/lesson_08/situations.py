@@ -60,6 +60,10 @@ class Letters:
     skipped_token_ids = frozenset({END})
     eos_token_id = END
 
+    def has(self, token_id: int) -> bool:
+        """Whether it is a token's id."""
+        return 0 <= token_id < VOCAB_SIZE
+
     def encode(self, text: str) -> list[int]:
         """One token for each letter."""
         return [next((i for i, part in _BYTES.items() if part == c.encode()), 27) for c in text]
