@@ -60,6 +60,7 @@ class EngineCoreRequest:
         resumption: Where to continue, if another core has started it.
         data_parallel_rank: The replica to use if it accepts requests; None leaves the choice to the router.
         bad_words: The bad words of the sampling parameters, as token ids.
+        special_stops: Stop strings that are the text of a special token, by the token's id: it is not in the text, so the id ends the sequence.
     """
 
     request_id: str
@@ -76,12 +77,14 @@ class EngineCoreRequest:
     resumption: Resumption | None = None
     data_parallel_rank: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    special_stops: dict[int, str] = field(default_factory=dict)
 
     @property
     def stop_reasons(self) -> dict[int, int | None]:
         """Tokens that end a sequence, each with the stop reason to report: itself, or None for an end-of-sequence token."""
         params = self.sampling_params
-        return {t: t for t in params.stop_token_ids or ()} | dict.fromkeys(() if params.ignore_eos else self.eos_token_ids)
+        ends = dict.fromkeys(() if params.ignore_eos else self.eos_token_ids)
+        return {t: t for t in params.stop_token_ids or ()} | ends | {t: t for t in self.special_stops}
 
 
 class Grammar(Protocol):

@@ -90,7 +90,7 @@ class DecodeStream:
 
     def step(self, token_id: int) -> str:
         """The new text after one more token; "" while a character is incomplete."""
-        if self._skip_special_tokens and token_id in self._tokenizer.skipped_token_ids or not self._tokenizer.has(token_id):
+        if (self._skip_special_tokens and token_id in self._tokenizer.skipped_token_ids) or not self._tokenizer.has(token_id):
             return ""
         self._window.append(token_id)
         text = self._decode()
@@ -99,7 +99,8 @@ class DecodeStream:
             self._num_given, self._old_text = self._num_given - len(self._old_text), ""
             text = self._decode()
         texts = [text] if not text.endswith(REPLACEMENT) else [self._decode(missing) for missing in range(self.MOST_WAITING + 1)]
-        num_stable = max(self._num_given, len(commonprefix(texts)))  # what the last tokens did not change, those to come will not
+        # What the last tokens did not change, those to come will not.
+        num_stable = max(self._num_given, len(commonprefix(texts)))  # noqa: RUF071 - of characters
         new, self._num_given = text[self._num_given : num_stable], num_stable
         if new and num_stable == len(text):
             self._window = self._window[self._num_old_tokens :]

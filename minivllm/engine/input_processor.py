@@ -23,7 +23,7 @@ from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams, check_unicode
 
 Prompt = str | list[int] | dict[str, Any]
-"""Text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt"."""
+"""Text, token ids, or a dict with "prompt" or "prompt_token_ids", and perhaps "cache_salt" or, for a text, "add_special_tokens"."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class InputProcessor:
         Args:
             request_id: The caller's name for it.
             prompt: Text, token ids, or a dict with "prompt" or "prompt_token_ids". With "cache_salt" in it, a non-empty string, the prefix
-                cache shares blocks only with requests of the same salt, so that nobody else can tell by timing what the prompt was.
+                cache shares blocks only with requests of the same salt, so that nobody else can tell by timing what the prompt was. With
+                "add_special_tokens": False, the tokenizer puts no special tokens around the text.
             params: How to generate; the defaults if None.
             arrival_time: Seconds of the engine's clock; now if None.
             priority: With the "priority" policy, smaller goes first.
@@ -123,6 +124,7 @@ class InputProcessor:
             cache_salt=_read_salt(prompt),
             data_parallel_rank=data_parallel_rank,
             bad_words=bad_words,
+            special_stops=self._special_stops(params),
         )
         return ProcessedRequest(text, request)
 
@@ -144,7 +146,11 @@ class InputProcessor:
         Raises:
             RequestError: It is not a prompt, is empty, or has ids outside the model's vocabulary.
         """
+        add_special_tokens = True
         if isinstance(prompt, dict):
+            add_special_tokens = prompt.get("add_special_tokens", True)
+            if not isinstance(add_special_tokens, bool):
+                raise RequestError(f"add_special_tokens must be True or False, not {add_special_tokens!r}.")
             known = prompt.keys() & {"prompt", "prompt_token_ids"}
             if len(known) != 1:
                 raise RequestError(f"A prompt dict must have 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}.")
@@ -152,7 +158,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("There is no tokenizer (skip_tokenizer_init=True): give the prompt as token ids.")
-            text, token_ids = prompt, self._tokenizer.encode(prompt)
+            text, token_ids = prompt, self._tokenizer.encode(prompt, add_special_tokens)
         elif isinstance(prompt, (list, tuple)) or hasattr(prompt, "tolist"):  # arrays and tensors too
             text, token_ids = None, prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
             if not isinstance(token_ids, list):
@@ -188,6 +194,23 @@ class InputProcessor:
                 "logits_processors are functions of this process, but the model runs in another one: use an LLM without parallelism, "
                 "or a sampler of your own (sampler_cls)."
             )
+
+    def _special_stops(self, params: SamplingParams) -> dict[int, str]:
+        """The special tokens that stop strings name. They are not in the text, unless it keeps special tokens, so no search would find them."""
+        if self._tokenizer is None or not params.stop or not params.skip_special_tokens:
+            return {}
+        special = {
+            self._tokenizer.decode([token_id], skip_special_tokens=False): token_id
+            for token_id in self._tokenizer.skipped_token_ids
+        }
+        for stop in params.stop_strings:
+            inside = next((text for text in special if text and text in stop and text != stop), None)
+            if inside is not None:
+                raise RequestError(
+                    f"stop has {stop!r}, in which {inside!r} is a special token, which the text leaves out: set skip_special_tokens to "
+                    f"False, or use stop_token_ids ([{special[inside]}])."
+                )
+        return {special[stop]: stop for stop in params.stop_strings if stop in special}
 
     def _tokens_of_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each bad word as token ids, with a space before it and without."""

@@ -120,7 +120,14 @@ class RequestState:
                 if new.finish_reason is None:
                     stopped.append(StoppedSequence(self.request.request_id, self.request.number, new.index, stop))
             elif new.finish_reason is not None:
-                text.output.finish_reason, text.output.stop_reason = new.finish_reason, new.stop_reason
+                reason = (
+                    new.stop_reason
+                    if new.stop_reason is None
+                    else self.request.special_stops.get(new.stop_reason, new.stop_reason)
+                )
+                text.output.finish_reason, text.output.stop_reason = new.finish_reason, reason
+                if isinstance(reason, str) and self.params.include_stop_str_in_output:
+                    text.output.text += reason
         self.metrics, self.error = output.metrics, self.error or output.error
         all_stopped = len(self.texts) == self.params.n and all(text.output.finished for text in self.texts.values())
         self.finished = output.finished or all_stopped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,13 +92,20 @@ class Tokenizer:
         return bytes(alphabet[character] for character in token) if alphabet.keys() >= set(token) else text.encode()
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **options: Any
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        add_special_tokens: bool = False,
+        **options: Any,
     ) -> list[int]:
         """Token ids of a conversation in the model's chat template.
 
         Args:
-            messages: Dicts with "role" and "content", a string or a list of {"type": "text", "text": ...}.
+            messages: Dicts with "role" and "content", a string or a list of {"type": "text", "text": ...}. Arguments of calls in
+                "tool_calls" may be objects or their JSON.
             add_generation_prompt: End with the opening of the assistant's turn.
+            add_special_tokens: Put the tokenizer's special tokens around it; most templates have them already.
             options: Further ones of transformers' method, such as `tools` and `continue_final_message`, and variables of the template.
 
         Raises:
@@ -110,7 +118,7 @@ class Tokenizer:
             raise RequestError("This model has no chat template: give it a plain prompt.")
         if not isinstance(messages, (list, tuple)) or not messages:
             raise RequestError("A conversation must be a list with at least one message.")
-        checked = [_checked_message(message) for message in messages]
+        checked = [_checked_message(message, number) for number, message in enumerate(messages)]
         try:
             options = options | {"add_generation_prompt": add_generation_prompt, "tokenize": False}
             text = self.hf_tokenizer.apply_chat_template(checked, **options)
@@ -120,15 +128,52 @@ class Tokenizer:
             ) from error
         except Exception as error:  # a template is a program, and may object to a role or an order
             raise RequestError(f"The model's chat template rejects this conversation ({error}).") from error
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens)
 
 
-def _checked_message(message: Any) -> dict[str, str]:
-    """A message with its content as one string."""
+def _checked_message(message: Any, number: int) -> dict[str, Any]:
+    """A message with its content as one string, and arguments of calls as objects."""
     if isinstance(message, dict) and isinstance(message.get("role"), str):
-        content = message.get("content")
-        if isinstance(content, str):
-            return message
+        content, calls = message.get("content"), message.get("tool_calls")
+        if content is None and calls:
+            content = ""
         if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            return message | {"content": "\n".join(part["text"] for part in content)}
+            content = "\n".join(part["text"] for part in content)
+        if isinstance(content, str):
+            return message | {"content": content} | ({"tool_calls": _checked_calls(calls, number)} if calls else {})
     raise RequestError(f"A message must be a dict with 'role' and 'content', both text, not {message!r}.")
+
+
+def _checked_calls(calls: Any, number: int) -> list[dict[str, Any]]:
+    checked = []
+    for i, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"messages[{number}].tool_calls[{i}] must be a dict with a function and its name, not {call!r}.")
+        try:
+            arguments = read_arguments(function.get("arguments"))
+        except ValueError as error:
+            raise RequestError(f"messages[{number}].tool_calls[{i}].function.arguments {error}.") from None
+        checked.append(call | {"function": function | {"arguments": arguments}})
+    return checked
+
+
+def read_arguments(arguments: Any) -> dict[str, Any]:
+    """The arguments of an earlier call as an object: clients send it, its JSON, that JSON encoded once more, or nothing.
+
+    Raises:
+        ValueError: They are something else, or cut off. The message says what they must be.
+    """
+    value = arguments
+    for _ in range(2):
+        if value is None or (isinstance(value, str) and not value.strip()):
+            return {}
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                break
+    if isinstance(value, dict):
+        return value
+    shown = repr(arguments)
+    raise ValueError(f"must be a JSON object or its text, not {shown if len(shown) <= 80 else shown[:77] + '...'}")

@@ -52,6 +52,7 @@ class LLM:
         sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts.
 
@@ -59,6 +60,7 @@ class LLM:
             prompts: A string, the token ids of one prompt, a dict with "prompt" or "prompt_token_ids", or a list of these.
             sampling_params: One for all prompts, or a list with one for each; the defaults if None.
             use_tqdm: Show progress.
+            tokenization_kwargs: `{"add_special_tokens": False}` for texts without the tokenizer's special tokens around them.
 
         Returns:
             One output per prompt, in the order of the prompts. A request that cannot be served has its `error` set and
@@ -68,7 +70,7 @@ class LLM:
             RequestError: No request can be served, the two lists differ in length, or the engine still has requests that were
                 added to it directly.
         """
-        prompt_list = _as_list(prompts)
+        prompt_list = _with_options(_as_list(prompts), tokenization_kwargs or {})
         params_list = self._params_for(prompt_list, sampling_params)
         return self._run(prompt_list, params_list, use_tqdm)
 
@@ -78,21 +80,38 @@ class LLM:
         sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the next message of a conversation, or of each in a list, with the model's chat template.
 
         Args:
             messages: Dicts with "role" and "content", or a list of such conversations.
             sampling_params, use_tqdm: As for `generate`.
+            add_generation_prompt: End the prompt with the opening of the assistant's turn; so it does, unless the final message is continued.
+            continue_final_message: Go on with the last message.
+            tools: Functions that the model may call, in OpenAI's form. Its calls are in the text.
+            chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
+
+        Raises:
+            RequestError: As `generate`, and if both `add_generation_prompt` and `continue_final_message` are true.
         """
         tokenizer = self.get_tokenizer()
         if not isinstance(messages, (list, tuple)):
             raise RequestError(f"messages must be a list of dicts, or a list of such lists, not {type(messages).__name__}.")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError("continue_final_message and add_generation_prompt are both True: leave one out.")
+        options = dict(chat_template_kwargs or {}) | ({"tools": tools} if tools else {})
+        if continue_final_message:
+            options["continue_final_message"] = True
+        ends_open = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         is_one = not messages or not isinstance(messages[0], (list, tuple))
         prompts: list[Prompt | RequestError] = []
         for conversation in [messages] if is_one else messages:
             try:
-                prompts.append(tokenizer.apply_chat_template(conversation))
+                prompts.append(tokenizer.apply_chat_template(conversation, ends_open, **options))
             except RequestError as error:
                 prompts.append(error)
         return self._run(prompts, self._params_for(prompts, sampling_params), use_tqdm)
@@ -169,6 +188,20 @@ class LLM:
                         if elapsed:
                             bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
                         bar.update()
+
+
+def _with_options(prompts: list[Prompt], options: dict[str, Any]) -> list[Prompt]:
+    """Give the options of tokenization to each prompt that is a text."""
+    if unknown := options.keys() - {"add_special_tokens"}:
+        raise RequestError(f"tokenization_kwargs has {min(unknown)!r}, but may have only add_special_tokens.")
+    return [
+        {"prompt": prompt} | options
+        if isinstance(prompt, str) and options
+        else prompt | options
+        if isinstance(prompt, dict)
+        else prompt
+        for prompt in prompts
+    ]
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

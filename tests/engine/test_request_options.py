@@ -55,6 +55,103 @@ def test_the_text_of_a_stop_token_too(llm):
         )
 
 
+@pytest.mark.parametrize("where", ["plain", "eos", "skip"])
+def test_a_stop_string_that_is_a_special_token_stops(llm, where):
+    """SmolLM2's <|im_end|> is token 2; the text leaves special tokens out unless told otherwise."""
+    params = replace(
+        GREEDY, allowed_token_ids=[2], ignore_eos=where != "eos", skip_special_tokens=where != "skip", stop="<|im_end|>"
+    )
+    for wanted in (False, True):
+        completion = generate(llm, replace(params, include_stop_str_in_output=wanted)).outputs[0]
+        assert (completion.finish_reason, completion.stop_reason, list(completion.token_ids)) == ("stop", "<|im_end|>", [2])
+        assert completion.text == ("<|im_end|>" if wanted else "")
+
+
+def test_it_stops_after_min_tokens_and_not_before(llm):
+    params = replace(GREEDY, min_tokens=3, stop=["<|im_end|>", "no such text"], logit_bias={2: 100})
+    completion = generate(llm, params).outputs[0]
+    assert (len(completion.token_ids), completion.stop_reason) == (4, "<|im_end|>")
+    assert "<|im_end|>" not in completion.text
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>\n", "a<|im_start|>", "<|im_end|><|im_end|>"])
+def test_a_stop_string_with_a_special_token_inside_is_refused_with_a_way_out(llm, stop):
+    with pytest.raises(RequestError, match=r"is a special token, which the text leaves out: .* use stop_token_ids \(\[[12]\]\)"):
+        generate(llm, replace(GREEDY, stop=[stop]))
+    assert generate(llm, replace(GREEDY, stop=[stop], skip_special_tokens=False)).finished
+
+
+def test_special_tokens_around_a_prompt_can_be_left_out(llm, monkeypatch):
+    tokenizer = llm.get_tokenizer()
+    encode = tokenizer.hf_tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer.hf_tokenizer,
+        "encode",
+        lambda text, add_special_tokens: [1] * add_special_tokens + encode(text, add_special_tokens=False),
+    )  # as a tokenizer that begins each text with a special token
+    short = replace(GREEDY, max_tokens=1)
+    for prompt in (PROMPT, {"prompt": PROMPT}):
+        plain, bare = (
+            llm.generate(prompt, short, use_tqdm=False, tokenization_kwargs=kwargs)[0]
+            for kwargs in (None, {"add_special_tokens": False})
+        )
+        assert plain.prompt_token_ids == [1, *bare.prompt_token_ids] and plain.prompt == bare.prompt == PROMPT
+    with pytest.raises(RequestError, match="tokenization_kwargs has 'truncation', but may have only add_special_tokens"):
+        llm.generate(PROMPT, short, tokenization_kwargs={"truncation": True})
+    with pytest.raises(RequestError, match="add_special_tokens must be True or False, not 1"):
+        llm.generate({"prompt": PROMPT, "add_special_tokens": 1}, short)
+
+
+def test_a_chat_takes_what_the_template_does(llm):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, I"}]
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ 'thinks ' if enable_thinking }}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if not loop.last or not continue %};{% endif %} {% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+
+    def prompt(**options):
+        [output] = llm.chat(messages, replace(GREEDY, max_tokens=1), use_tqdm=False, **options)
+        return llm.get_tokenizer().decode(output.prompt_token_ids, False)
+
+    hf = llm.get_tokenizer().hf_tokenizer
+    before, hf.chat_template = hf.chat_template, template
+    try:
+        assert prompt() == "user: Hi; assistant: Hello, I; assistant: "
+        assert prompt(add_generation_prompt=False) == "user: Hi; assistant: Hello, I; "
+        assert prompt(continue_final_message=True) == "user: Hi; assistant: Hello, I"
+        assert prompt(tools=tools, chat_template_kwargs={"enable_thinking": True}).startswith("f thinks user: Hi;")
+    finally:
+        hf.chat_template = before
+    with pytest.raises(RequestError, match="are both True: leave one out"):
+        llm.chat(messages, GREEDY, continue_final_message=True, add_generation_prompt=True)
+
+
+def test_a_chat_reads_arguments_of_earlier_calls_as_objects(llm):
+    hf = llm.get_tokenizer().hf_tokenizer
+    before, hf.chat_template = (
+        hf.chat_template,
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.items()|list }}{% endfor %}{% endfor %}x",
+    )
+
+    def text(arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return llm.get_tokenizer().decode(
+            llm.get_tokenizer().apply_chat_template([{"role": "assistant", "content": None, "tool_calls": [call]}])
+        )
+
+    try:
+        assert text('{"a": 1}') == text({"a": 1}) == text('"{\\"a\\": 1}"') == "[('a', 1)]x"
+        assert text("") == text(None) == "[]x"
+        with pytest.raises(
+            RequestError, match=r"messages\[0\].tool_calls\[0\].function.arguments must be a JSON object or its text, not"
+        ):
+            text('{"a": ')
+    finally:
+        hf.chat_template = before
+
+
 @pytest.mark.slow
 def test_prompts_are_cut_at_their_beginning(llm):
     tokens = list(range(100, 140))

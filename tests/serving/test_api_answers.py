@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -64,6 +65,49 @@ def test_a_cache_salt_goes_with_the_prompt(server):
     assert server.chat(cache_salt="tenant 7", max_tokens=1).status_code == 200
     for salt in ("", 7, "x" * 1025):
         assert server.complete(cache_salt=salt, max_tokens=1).status_code == 400
+
+
+@pytest.mark.parametrize("ask", ["complete", "chat", "respond"])
+def test_a_character_that_ends_lines_for_some_clients_ends_none_in_a_stream(server, monkeypatch, ask):
+    said = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei\r\nj"
+    token_ids = server.engine.tokenizer.encode(said)
+    said = server.engine.tokenizer.decode(token_ids)  # SmolLM2 has no tokens for some control characters
+    assert {"\u2028", "\u2029", "\x85", "\r"} <= set(said)
+    monkeypatch.setattr(server.engine.scripted, "script", [*token_ids, 2])
+    if ask == "respond":
+        raw = server.client.post("/v1/responses", json={"input": "Hi", "stream": True}).content.decode()
+        texts = [json.loads(line[6:]).get("delta", "") for line in raw.split("\n") if line.startswith("data: ")]
+    else:
+        raw = getattr(server, ask)(stream=True, max_tokens=99).content.decode()
+        choices = [json.loads(line[6:])["choices"][0] for line in raw.split("\n") if line.startswith("data: {")]
+        texts = [choice["text"] if ask == "complete" else choice["delta"].get("content", "") for choice in choices]
+    assert raw.splitlines() == raw.split("\n")[:-1]
+    assert "".join(texts) == said
+
+
+def test_an_error_in_a_stream_is_on_one_line():
+    from minivllm.entrypoints.openai.protocol import sse
+
+    event = sse({"error": "a\u2028b\x85"}, "response.failed").decode()
+    assert event.splitlines() == event.split("\n")[:-1] and json.loads(event.split("data: ")[1])["error"] == "a\u2028b\x85"
+
+
+def test_special_tokens_around_a_prompt_can_be_left_out(server, monkeypatch):
+    tokenizer = server.engine.tokenizer.hf_tokenizer
+    encode = tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text, add_special_tokens: [1] * add_special_tokens + encode(text, add_special_tokens=False)
+    )
+    counts = [
+        server.complete(max_tokens=1, **fields).json()["usage"]["prompt_tokens"] for fields in ({}, {"add_special_tokens": False})
+    ]
+    assert counts == [2, 1]
+    assert (
+        server.complete(prompt=["Hi", "Ho"], add_special_tokens=False, cache_salt="s", max_tokens=1).json()["usage"][
+            "prompt_tokens"
+        ]
+        == 2
+    )
 
 
 def test_sixteen_tokens_are_the_default_of_completions(server):
@@ -301,7 +345,7 @@ def test_each_token_is_a_chunk_even_without_text(server, monkeypatch):
 def test_one_prompt_that_is_too_long_among_several_is_refused_before_any_is_served(slow, monkeypatch):
     prompts = ["a", "word " * 300]
     encode = slow.engine.tokenizer.encode
-    monkeypatch.setattr(slow.engine.tokenizer, "encode", lambda text: time.sleep(len(text) / 3000) or encode(text))
+    monkeypatch.setattr(slow.engine.tokenizer, "encode", lambda text, *more: time.sleep(len(text) / 3000) or encode(text, *more))
     for stream in (False, True):
         error = error_of(slow.complete(prompt=prompts, max_tokens=5, stream=stream), 400)
         assert "301 tokens" in error["message"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jsonschema
 import pytest
 from hypothesis import example, given
@@ -109,6 +111,55 @@ def test_arguments_are_what_the_model_wrote(arguments):
     assert found["function"] == required["function"] == {"name": "f", "arguments": arguments}
 
 
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ({"arguments": '{"a": 1}'}, '{"a": 1}'),  # encoded twice
+        ({"parameters": {"a": 1}}, '{"a": 1}'),  # Llama's name
+        ({"parameters": '{"a": 1}', "id": "call_1", "type": "function"}, '{"a": 1}'),
+        ({"arguments": None}, "{}"),
+        ({"arguments": ""}, "{}"),
+        ({}, "{}"),
+        ({"arguments": "Paris"}, '"Paris"'),
+    ],
+)
+def test_arguments_in_other_forms_are_an_object(call, arguments):
+    text = f"<tool_call>{json.dumps({'name': 'f', **call})}</tool_call>"
+    content, [found] = HermesCalls().update(text, is_last=True)
+    assert (content, found["function"]) == ("", {"name": "f", "arguments": arguments})
+
+
+@pytest.mark.parametrize("field", ["args", "input", "Arguments"])
+def test_a_call_whose_arguments_nobody_reads_is_content(field):
+    text = f'<tool_call>{{"name": "f", "{field}": {{"a": 1}}}}</tool_call>'
+    assert HermesCalls().update(text, is_last=True) == (text, [])
+
+
+@given(st.lists(st.text(max_size=6), max_size=6), st.lists(st.integers(0, 300)), st.integers(0, 300))
+def test_required_calls_come_when_they_are_complete_wherever_the_text_is_cut(values, cuts, length):
+    written = [json.dumps({"name": "f", "parameters": {"a": value}}) for value in values]
+    text = "[" + ", ".join(written) + "]"
+    text = text[:length]
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
+    parser, begin, content, found = RequiredCalls(), 0, "", []
+    for end in ends:
+        more, calls = parser.update(text[begin:end], is_last=end == ends[-1])
+        content, found, begin = content + more, found + calls, end
+        assert len(found) == sum(call in text[:end] for call in dict.fromkeys(written)) or len(set(written)) < len(written)
+    count = len(found)
+    assert [json.loads(call["function"]["arguments"])["a"] for call in found] == values[:count]
+    assert content == ("" if found else text)
+    assert [call["index"] for call in found] == list(range(count))
+
+
+def test_calls_that_are_complete_survive_a_limit_on_tokens(says, server):
+    text = json.dumps([{"name": "get_weather", "parameters": {"city": city}} for city in ("Paris", "Rome", "Oslo")])
+    num_tokens = len(server.engine.tokenizer.encode(text)) - 6
+    (content, calls), reason = says(text, tool_choice="required", max_tokens=num_tokens)
+    assert (content, reason) == (None, "length")
+    assert [json.loads(call["arguments"])["city"] for call in calls] == ["Paris", "Rome"]
+
+
 def test_the_end_of_a_call_may_stand_in_a_string():
     call = '{"name": "f", "arguments": {"a": "x</tool_call>\\"</tool_call>"}}'
     content, [found] = HermesCalls().update(f"<tool_call>{call}</tool_call>", is_last=True)
@@ -190,6 +241,82 @@ def test_the_template_gets_what_it_may_use(server, monkeypatch):
     assert conversation[2] == {"role": "tool", "content": "sunny", "tool_call_id": "call_1"}
     assert not add_generation_prompt
     assert options == {"tools": [CLOCK], "enable_thinking": False, "continue_final_message": True}
+
+
+@pytest.fixture
+def templated(server, monkeypatch):
+    """Has a chat's request answered, and returns what the template got: messages and options."""
+
+    def ask(path="/v1/chat/completions", **fields):
+        seen = []
+        monkeypatch.setattr(
+            server.engine.tokenizer, "apply_chat_template", lambda messages, **options: seen.append((messages, options)) or [5]
+        )
+        limit = {"max_tokens": 1} if "chat" in path else {}
+        response = server.client.post(path, json={"messages": MESSAGES, **limit, **fields})
+        assert response.status_code == 200, response.text
+        [found] = seen
+        return found
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    "sent", ["", " ", None, {"city": "Paris"}, '{"city": "Paris"}', '"{\\"city\\": \\"Paris\\"}"', "{}", "null"]
+)
+def test_arguments_that_clients_send_back_reach_the_template_as_an_object(templated, sent):
+    call = {"type": "function", "function": {"name": "f", "arguments": sent}}
+    messages, _ = templated(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}])
+    [found] = messages[1]["tool_calls"]
+    assert found["function"]["arguments"] in ({}, {"city": "Paris"})
+    assert bool(found["function"]["arguments"]) == ("Paris" in str(sent))
+
+
+def test_arguments_may_be_missing(templated):
+    messages, _ = templated(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}])
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
+@pytest.mark.parametrize("sent", ['{"city": "Par', "[1, 2]", [1, 2], 5, '"Paris"', "Paris", "[" * 100_000])
+def test_arguments_that_are_no_object_are_refused_by_name(server, sent):
+    call = {"type": "function", "function": {"name": "f", "arguments": sent}}
+    error = error_of(server.chat(messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}]), 400)
+    assert error["param"] == "messages.1.tool_calls.0.function.arguments"
+    assert error["message"].endswith("but must be a JSON object, or its text.")
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_what_the_assistant_thought_reaches_the_template(templated, field):
+    messages, _ = templated(messages=[*MESSAGES, {"role": "assistant", "content": "4", field: "2 and 2"}])
+    assert messages[1] == {"role": "assistant", "content": "4", "reasoning": "2 and 2", "reasoning_content": "2 and 2"}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_tools_that_must_not_be_called_are_not_mentioned(templated, path):
+    assert "tools" not in templated(path, tools=[CLOCK], tool_choice="none")[1]
+    assert templated(path, tools=[CLOCK])[1]["tools"] == [CLOCK]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": [WEATHER]},
+        {"tools": [WEATHER], "tool_choice": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True, "messages": [*MESSAGES, {"role": "assistant", "content": "It"}]},
+        {"add_special_tokens": True},
+    ],
+)
+def test_tokenize_counts_what_a_chat_counts(server, templated, fields):
+    assert templated("/tokenize", **fields) == templated(**fields)
+
+
+def test_tokenize_counts_as_many_tokens(server):
+    fields = {"messages": MESSAGES, "tools": [WEATHER], "add_generation_prompt": False}
+    usage = server.chat(**fields, max_tokens=1).json()["usage"]
+    assert server.client.post("/tokenize", json=fields).json()["count"] == usage["prompt_tokens"]
 
 
 def test_the_last_message_is_continued(server):

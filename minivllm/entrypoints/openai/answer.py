@@ -20,7 +20,7 @@ from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.tokenizer import Tokenizer
 from minivllm.entrypoints.openai.errors import ApiError
-from minivllm.entrypoints.openai.protocol import DONE, GenerationBody, Json, Usage, sse
+from minivllm.entrypoints.openai.protocol import DONE, GenerationBody, Json, Usage, encode_line, sse
 from minivllm.errors import ContextLengthError, RequestError
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
@@ -33,10 +33,12 @@ tokenizing megabytes of it only to refuse it would waste CPU time."""
 
 
 def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
-    """A prompt, text or token ids, with the salt for its blocks in the prefix cache, if there is one."""
+    """A prompt with the salt for its blocks in the prefix cache, if there is one."""
     if cache_salt is None:
         return prompt
-    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": cache_salt}
+    if not isinstance(prompt, dict):
+        prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    return prompt | {"cache_salt": cache_salt}
 
 
 class Answer(ABC):
@@ -128,13 +130,13 @@ class Answer(ABC):
 
         Raises as `response` does; before the first event if the request is invalid.
         """
-        head = b"data: " + msgspec.json.encode(self.head)[:-1] + b","
+        head = b"data: " + encode_line(self.head)[:-1] + b","
         tail = b',"usage":null}\n\n' if self.body.include_usage else b"}\n\n"
         async with aclosing(self._chunks()) as outputs:
             async for chunks in outputs:
                 if self.body.continuous_usage:
                     tail = b',"usage":' + msgspec.json.encode(self.usage) + b"}\n\n"
-                yield b"".join(head + msgspec.json.encode(chunk)[1:-1] + tail for chunk in chunks)
+                yield b"".join(head + encode_line(chunk)[1:-1] + tail for chunk in chunks)
 
     def last_events(self) -> bytes:
         """The events after all output."""

@@ -23,6 +23,7 @@ EXPECTED = {
     "tool_choice": 'none, auto, required, or {"type": "function", "function": {"name": ...}}',
     "json": "a JSON schema: an object, or its text",
     "stop": f"a string, or a list of at most {MAX_STOP_STRINGS} strings",
+    "arguments": "a JSON object, or its text",
     "content": f"text, or a list of at most {MAX_PARTS} parts of type text (images, audio and files are not supported)",
 }
 """What a field of several types must be, by name."""

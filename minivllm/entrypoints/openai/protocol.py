@@ -236,10 +236,22 @@ DONE = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
 
 
+def encode_line(content: Any) -> bytes:
+    """JSON on one line, for whatever a client takes for a line's end: Python's `splitlines`, for one, also splits at U+0085, U+2028 and U+2029."""
+    line = msgspec.json.encode(content)
+    for end, escaped in _LINE_ENDS:
+        line = line.replace(end, escaped)
+    return line
+
+
+_LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
+"""What JSON need not escape. The other ends of lines are control characters, which it must."""
+
+
 def sse(content: Any, name: str | None = None) -> bytes:
     """A server-sent event with this content as JSON, and perhaps a name."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return head + b"data: " + encode_line(content) + b"\n\n"
 
 
 class ResponseHead(TypedDict):

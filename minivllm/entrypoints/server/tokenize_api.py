@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
 from minivllm.entrypoints.openai.answer import check_length, tokenizer_of
-from minivllm.entrypoints.openai.chat.protocol import Messages
+from minivllm.entrypoints.openai.chat.protocol import Messages, TemplateBody
 from minivllm.entrypoints.openai.chat.serving import encode_chat
 from minivllm.entrypoints.openai.protocol import Body, TokenId
 from minivllm.entrypoints.server.json_route import JsonRoute
@@ -20,14 +20,12 @@ from minivllm.errors import RequestError
 router = APIRouter(route_class=JsonRoute)
 
 
-class TokenizeRequest(Body):
-    """The body of POST /tokenize: a prompt, or the messages of a conversation."""
+class TokenizeRequest(TemplateBody):
+    """The body of POST /tokenize: a prompt, or a conversation with all that makes a prompt of it on /v1/chat/completions."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = Field(True, description="Add special tokens to a prompt; chat templates add their own.")
-    add_generation_prompt: bool = Field(True, description="End messages with the opening of the model's turn.")
     return_token_strs: bool = Field(False, description="Return tokens as strings, too.")
 
     @model_validator(mode="after")
@@ -66,11 +64,11 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
     engine = state_of(request).engine
     tokenizer = tokenizer_of(engine).hf_tokenizer
     if body.messages is not None:
-        tokens = await encode_chat(engine, body.messages, body.add_generation_prompt)
+        tokens = await encode_chat(engine, body.messages, body.template_options())
     else:
         assert body.prompt is not None
         check_length(len(body.prompt), "characters", engine)
-        tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+        tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens is not False)
     return {
         "count": len(tokens),
         "max_model_len": engine.input_processor.max_request_tokens,

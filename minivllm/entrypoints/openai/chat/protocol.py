@@ -6,14 +6,14 @@ import functools
 import inspect
 from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 from typing_extensions import NotRequired, TypedDict
 
+from minivllm.engine.tokenizer import read_arguments
 from minivllm.entrypoints.openai.errors import quoted
 from minivllm.entrypoints.openai.limits import EXPECTED, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from minivllm.entrypoints.openai.protocol import (
-    UNSERVED,
     Body,
     GenerationBody,
     NumLogprobs,
@@ -49,11 +49,20 @@ class TextPart(Body):
     text: str
 
 
+def _read_arguments(value: Any) -> dict[str, Any]:
+    try:
+        return read_arguments(value)
+    except ValueError:
+        raise PydanticCustomError("arguments", "no JSON object") from None
+
+
 class FunctionCall(Body):
     """A call of a function."""
 
     name: str
-    arguments: str = Field(description="A JSON object.")
+    arguments: Annotated[dict[str, Any], BeforeValidator(_read_arguments)] = Field(
+        default_factory=dict, description="A JSON object, as text or not; null and empty text are one without entries."
+    )
 
 
 class ToolCall(Body):
@@ -64,12 +73,9 @@ class ToolCall(Body):
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        """With the arguments decoded, if they are valid JSON."""
-        try:
-            arguments = msgspec.json.decode(self.function.arguments)
-        except (msgspec.DecodeError, RecursionError):
-            arguments = self.function.arguments
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        """With the arguments as an object."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class FunctionDefinition(Body):
@@ -107,6 +113,8 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
+    reasoning: str | None = Field(None, description="What the assistant thought before it answered.")
+    reasoning_content: str | None = Field(None, description="Another name of reasoning.")
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
@@ -124,40 +132,63 @@ class Message(Body):
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if (reasoning := self.reasoning if self.reasoning is not None else self.reasoning_content) is not None:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates call it one or the other
         return message | {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatCompletionRequest(GenerationBody):
-    """The body of POST /v1/chat/completions."""
+class TemplateBody(Body):
+    """The fields that make a prompt of a conversation, shared by /v1/chat/completions and /tokenize."""
 
-    unserved = UNSERVED | {"add_special_tokens": (None, False)}  # templates add special tokens
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+        None, description="Whether it may, or must (auto, if there are tools). With none, the prompt does not mention them."
+    )
+    # vLLM's
+    add_generation_prompt: bool | None = Field(None, description="End the prompt with the opening of the model's turn (true).")
+    continue_final_message: bool | None = Field(None, description="Go on with the last message instead.")
+    add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens (only to plain prompts).")
+    chat_template_kwargs: ChatTemplateKwargs | None = Field(None, description="For the chat template.")
+
+    @model_validator(mode="after")
+    def _check_ending(self) -> TemplateBody:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError("continue_final_message and add_generation_prompt are both true: leave one out.")
+        return self
+
+    def template_options(self) -> dict[str, Any]:
+        """The arguments of `Tokenizer.apply_chat_template` besides the messages."""
+        options = dict(self.chat_template_kwargs or {})
+        if self.tools and self.tool_choice != "none":
+            options["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        if self.continue_final_message:
+            options["continue_final_message"] = True
+        if self.add_special_tokens:
+            options["add_special_tokens"] = True
+        ends_open = self.add_generation_prompt
+        return options | {"add_generation_prompt": not self.continue_final_message if ends_open is None else ends_open}
+
+
+class ChatCompletionRequest(TemplateBody, GenerationBody):
+    """The body of POST /v1/chat/completions."""
 
     messages: Messages
     max_tokens: PositiveCount | None = Field(None, description="Old name of max_completion_tokens.")
     max_completion_tokens: PositiveCount | None = Field(None, description="Tokens to generate (until the context is full).")
     logprobs: bool | None = Field(None, description="Return the log-probability of each token.")
     top_logprobs: NumLogprobs | None = Field(None, description="Number of candidates per token to return, too.")
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description="Functions that the model may call."
-    )
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
-        None, description="Whether it may, or must (auto, if there are tools)."
-    )
     parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls in an answer (true).")
     # vLLM's
-    add_generation_prompt: bool | None = Field(None, description="End the prompt with the opening of the model's turn (true).")
-    continue_final_message: bool | None = Field(None, description="Go on with the last message instead.")
     echo: bool | None = Field(None, description="Begin the answer with the last message, if it is the assistant's.")
-    chat_template_kwargs: ChatTemplateKwargs | None = Field(None, description="For the chat template.")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatCompletionRequest:
         self._check_tools()
-        if self.continue_final_message and self.add_generation_prompt:
-            raise RequestError("continue_final_message and add_generation_prompt are both true: leave one out.")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is given, but logprobs is not true: set it to true.")
         return self

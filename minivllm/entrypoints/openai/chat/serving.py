@@ -43,14 +43,8 @@ class ChatAnswer(Answer):
 
     async def make_prompts(self) -> list[Prompt]:
         """The conversation with the chat template applied."""
-        body, options = self.chat, dict(self.chat.chat_template_kwargs or {})
-        if body.tools:
-            options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        if body.continue_final_message:
-            options["continue_final_message"] = True
-        add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-        is_cut = body.truncate_prompt_tokens is not None
-        return [await encode_chat(self.engine, body.messages, add_prompt, options, is_cut=is_cut)]
+        is_cut = self.chat.truncate_prompt_tokens is not None
+        return [await encode_chat(self.engine, self.chat.messages, self.chat.template_options(), is_cut=is_cut)]
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
         """A whole message."""
@@ -115,16 +109,11 @@ class ChatAnswer(Answer):
 
 
 async def encode_chat(
-    engine: AsyncLLMEngine,
-    messages: Sequence[Message],
-    add_generation_prompt: bool = True,
-    options: dict[str, Any] | None = None,
-    *,
-    is_cut: bool = False,
+    engine: AsyncLLMEngine, messages: Sequence[Message], options: dict[str, Any], *, is_cut: bool = False
 ) -> list[int]:
     """The token ids of a conversation, encoded in a thread: a long one would block the event loop.
 
-    `options` are for the chat template. With `is_cut`, the prompt is truncated later, so it may be longer than the context.
+    `options` are those of `Tokenizer.apply_chat_template`. With `is_cut`, the prompt is truncated later, so it may be longer than the context.
 
     Raises:
         RequestError: The chat template rejects it, or it is far too long.
@@ -135,4 +124,4 @@ async def encode_chat(
         check_length(len(conversation), "messages", engine)
         check_length(sum(len(message["content"]) for message in conversation), "characters", engine)
     tokenizer = tokenizer_of(engine)
-    return await asyncio.to_thread(tokenizer.apply_chat_template, conversation, add_generation_prompt, **(options or {}))
+    return await asyncio.to_thread(tokenizer.apply_chat_template, conversation, **options)

@@ -7,6 +7,7 @@ vLLM. Mirrors `vllm/tool_parsers/hermes_tool_parser.py`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from abc import ABC, abstractmethod
@@ -67,22 +68,42 @@ class NamedCall(ToolCallParser):
 
 
 class RequiredCalls(ToolCallParser):
-    """The text is a list of calls, returned when it is complete."""
+    """The text is a list of calls, each returned when it is complete. What is left of a list that was cut short is dropped."""
 
     def __init__(self) -> None:
         super().__init__()
         self._text = ""
+        self._position, self._begin, self._depth, self._in_string = 0, 0, 0, False
+        """How far the text was read, where the latest call begins, and how many braces and whether a string are open there."""
 
     def update(self, text: str, is_last: bool) -> tuple[str, list[ToolCallDelta]]:
-        """All calls at the end; the text itself if it was cut short."""
+        """The calls that are complete now; the text itself if it ends without any."""
         self._text += text
-        if not is_last:
-            return "", []
-        try:
-            calls = _decode(self._text, list[_RequiredCall])
-        except ValueError:
-            return self._text, []
-        return "", [self._call(call.name, bytes(call.parameters).decode()) for call in calls]
+        calls = [self._call(call.name, bytes(call.parameters).decode()) for call in map(_read_required, self._objects()) if call]
+        return (self._text if is_last and self.num_calls == 0 else ""), calls
+
+    def _objects(self) -> list[str]:
+        """The objects of the list that have become complete."""
+        found = []
+        while self._position < len(self._text):
+            character = self._text[self._position]
+            if self._in_string:
+                if character == "\\":
+                    if self._position + 1 == len(self._text):
+                        break
+                    self._position += 1  # what is escaped ends no string
+                self._in_string = character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character == "{":
+                self._begin = self._position if self._depth == 0 else self._begin
+                self._depth += 1
+            elif character == "}":
+                self._depth -= 1
+                if self._depth == 0:
+                    found.append(self._text[self._begin : self._position + 1])
+            self._position += 1
+        return found
 
 
 class HermesCalls(ToolCallParser):
@@ -148,10 +169,18 @@ def _divide(text: str) -> tuple[str, str, str]:
     return (text, "", "") if position < 0 else (text[:position], END, text[position + len(END) :])
 
 
-class _HermesCall(msgspec.Struct):
+_NOTHING = msgspec.Raw(b"")
+
+
+class _HermesCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call as models write it; other fields than these may be arguments, so they make it content."""
+
     name: str
-    arguments: msgspec.Raw = msgspec.Raw(b"{}")
-    """As the model wrote them."""
+    arguments: msgspec.Raw = _NOTHING
+    parameters: msgspec.Raw = _NOTHING
+    """Llama's name for arguments."""
+    id: str | int | None = None
+    type: str | None = None
 
 
 class _RequiredCall(msgspec.Struct):
@@ -175,7 +204,26 @@ def _read_call(text: str) -> tuple[str, str] | None:
         call = _decode(text, _HermesCall)
     except ValueError:
         return None
-    return call.name, bytes(call.arguments).decode()
+    return call.name, _read_written(bytes(call.arguments or call.parameters).decode())
+
+
+def _read_written(arguments: str) -> str:
+    """The arguments of a call as the model wrote them, as a JSON object. Some models write its text in a string, or nothing."""
+    if arguments in ("", "null", '""'):
+        return "{}"
+    if arguments.startswith('"'):
+        text: str = json.loads(arguments)
+        with contextlib.suppress(ValueError):
+            _decode(text, dict[str, Any])
+            return text
+    return arguments
+
+
+def _read_required(text: str) -> _RequiredCall | None:
+    try:
+        return _decode(text, _RequiredCall)
+    except ValueError:
+        return None
 
 
 def make_parser(body: ChatCompletionRequest) -> ToolCallParser:

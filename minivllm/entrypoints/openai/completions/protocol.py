@@ -9,7 +9,6 @@ from typing_extensions import NotRequired, TypedDict
 
 from minivllm.entrypoints.openai.limits import MAX_PROMPTS
 from minivllm.entrypoints.openai.protocol import (
-    UNSERVED,
     Count,
     GenerationBody,
     NumLogprobs,
@@ -27,14 +26,15 @@ _Prompts = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 class CompletionRequest(GenerationBody):
     """The body of POST /v1/completions."""
 
-    unserved = UNSERVED | {"add_special_tokens": (None, True)}
-
     prompt: str | TokenIds | Annotated[list[str], _Prompts] | Annotated[list[TokenIds], _Prompts] = Field(
         union_mode="left_to_right", description="Text, token ids, or a list of one of these."
     )
     max_tokens: Count | None = Field(None, description="Tokens to generate (16).")
     logprobs: NumLogprobs | None = Field(None, description="Number of candidates per token to return log-probabilities for.")
     echo: bool | None = Field(None, description="Begin the text with the prompt.")
+    add_special_tokens: bool | None = Field(
+        None, description="Add the tokenizer's special tokens to a prompt that is text (true)."
+    )
     best_of: Annotated[int, Field(ge=1)] | None = Field(None, description="Must be n, if given.")
 
     @model_validator(mode="after")

@@ -34,6 +34,7 @@ class CompletionAnswer(Answer):
             sampling["prompt_logprobs"] = body.logprobs
         self.prompts = split_prompts(body.prompt)
         self.echo = bool(body.echo)
+        self.add_special_tokens = body.add_special_tokens is not False
         self.only_echo = max_tokens == 0
         """The engine still generates one token, which is dropped."""
         self._echoes: list[str] = []
@@ -54,7 +55,9 @@ class CompletionAnswer(Answer):
                 if not isinstance(prompt, str):
                     prompt = await asyncio.to_thread(tokenizer_of(self.engine).decode, prompt, False)
                 self._echoes.append(prompt)
-        return list(self.prompts)
+        if self.add_special_tokens:
+            return list(self.prompts)
+        return [{"prompt": prompt, "add_special_tokens": False} if isinstance(prompt, str) else prompt for prompt in self.prompts]
 
     def choice(self, index: int, completion: CompletionOutput, output: RequestOutput) -> Json:
         """A whole continuation."""
