@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import json
+import re
 import secrets
 import threading
 from collections import OrderedDict
@@ -184,7 +185,7 @@ class GrammarCompiler:
         matcher = LLMatcher(tokenizer, write_grammar(params), log_level=0, limits=LLParserLimits(**LIMITS))
         grammar = StructuredOutputGrammar(matcher, eos_token_ids if ignore_eos else ())
         if cause := _try(grammar.fork()):
-            raise RequestError(f"structured_outputs cannot be compiled: {_as_line(matcher.get_error() or cause)}")
+            raise RequestError(f"structured_outputs cannot be compiled: {_explain(matcher.get_error() or cause)}")
         return grammar
 
 
@@ -308,11 +309,11 @@ def write_grammar(params: StructuredOutputsParams) -> str:
 
     try:
         if params.json is not None:
-            return LLMatcher.grammar_from_json_schema(params.json, JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema(json.dumps(without_annotations(json.loads(params.json))), JSON_OPTIONS)
         if params.json_object:
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', JSON_OPTIONS)
         if params.regex is not None:
-            return LLMatcher.grammar_from_regex(params.regex)
+            return LLMatcher.grammar_from_regex(with_ascii_classes(params.regex))
         if params.choice is not None:
             choices = " | ".join(json.dumps(choice, ensure_ascii=False).replace("\x7f", r"\u007f") for choice in params.choice)
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
@@ -320,6 +321,46 @@ def write_grammar(params: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
     except Exception as error:  # of many kinds
         raise RequestError(f"structured_outputs cannot be compiled: {_as_line(str(error) or repr(error))}") from None
+
+
+FORMATS = frozenset(["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"])
+"""The formats of strings that llguidance enforces."""
+_VALUES = frozenset(["const", "default", "enum", "examples"])
+_BY_NAME = frozenset(["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"])
+"""Keywords with values, and with schemas by names of the user's."""
+
+
+def without_annotations(schema: Any) -> Any:
+    """A JSON schema without what only comments on it, such as {"format": "password"}, which llguidance would refuse."""
+    if isinstance(schema, list):
+        return [without_annotations(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for keyword, value in schema.items():
+        if (keyword == "format" and isinstance(value, str) and value not in FORMATS) or (
+            keyword == "uniqueItems" and value is False
+        ):
+            continue
+        if keyword in _BY_NAME and isinstance(value, dict):
+            kept[keyword] = {name: without_annotations(inner) for name, inner in value.items()}
+        else:
+            kept[keyword] = value if keyword in _VALUES else without_annotations(value)
+    return kept
+
+
+_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
+
+
+def with_ascii_classes(regex: str) -> str:
+    r"""A regular expression in which `\d` and `\w` mean what they mean in JSON schemas: ASCII alone, where Rust's also match other scripts."""
+    return re.sub(r"\\(.)", lambda escape: _CLASSES.get(escape[1], escape[0]), regex, flags=re.DOTALL)
+
+
+def _explain(error: str) -> str:
+    """llguidance's error, with the unsupported keywords of a JSON schema by name."""
+    unsupported = re.search(r"Unimplemented keys: \[(.*?)\]", error)
+    return f"JSON schemas with {unsupported[1]} are not supported" if unsupported else _as_line(error)
 
 
 def _as_line(message: str) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import enum
 import json
+import pathlib
 import re
 import shutil
 from dataclasses import replace
+from typing import Annotated, Literal
 
 import jsonschema
+import pydantic
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams, StaticBatchScheduler, StructuredOutputsParams
 from minivllm.config import EngineArgs
+from minivllm.core.structured_output import FORMATS, GrammarCompiler
 from minivllm.errors import RequestError
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 PERSON = {
     "type": "object",
@@ -49,7 +58,7 @@ FORMS = {
     ),
     "object": (StructuredOutputsParams(json_object=True), lambda text: isinstance(json.loads(text), dict)),
     "regex": (
-        StructuredOutputsParams(regex=r"[0-9]{3}-[0-9]{4}( ext\. [0-9]{1,4})?"),  # llguidance's \d has more digits than Python's
+        StructuredOutputsParams(regex=r"\d{3}-\d{4}( ext\. \d{1,4})?"),
         re.compile(r"[0-9]{3}-[0-9]{4}( ext\. [0-9]{1,4})?").fullmatch,
     ),
     "choice": (StructuredOutputsParams(choice=CHOICES), CHOICES.__contains__),
@@ -157,6 +166,125 @@ def test_what_cannot_be_compiled_is_refused_with_the_cause(llm, fields, cause):
     with pytest.raises(RequestError, match=f"structured_outputs cannot be compiled: .*{cause}"):
         llm.generate(["a"], SamplingParams(structured_outputs=StructuredOutputsParams(**fields)), use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+@pytest.fixture(scope="module")
+def accepts(smollm2_path, tokenizer):
+    """Whether a text is one that a grammar allows, without a model."""
+    compiler = GrammarCompiler(smollm2_path, 49152)
+
+    def check(text, **fields):
+        matcher = compiler.compile(StructuredOutputsParams(**fields), (2,))._matcher
+        return all(matcher.consume_token(token_id) for token_id in tokenizer.encode(text, False)) and matcher.is_accepting()
+
+    yield check
+    compiler.shutdown()
+
+
+@pytest.mark.parametrize(
+    "form", ["password", "binary", "path", "file-path", "uuid4", "int32", "base64", "ipvanyaddress", "whatever"]
+)
+def test_a_format_that_only_comments_constrains_nothing(accepts, form):
+    inner = {"type": "string", "format": form}
+    for schema in (
+        {"type": "object", "properties": {"a": inner}, "required": ["a"], "additionalProperties": False},
+        {"type": "object", "additionalProperties": {"anyOf": [inner, {"type": "null"}]}},
+        {"$defs": {"format": inner}, "type": "object", "patternProperties": {"^a$": {"$ref": "#/$defs/format"}}},
+    ):
+        assert accepts('{"a": "x"}', json=schema) and not accepts('{"a": 5}', json=schema)
+    assert accepts("5", json={"type": "integer", "format": form}) and accepts('"x"', json={"enum": ["x"], "format": form})
+
+
+def test_the_formats_that_are_enforced_are_those_that_the_docs_name(accepts):
+    right = {
+        "date": "2026-11-27", "date-time": "2026-11-27T10:00:00Z", "duration": "P1D", "email": "a@b.de", "hostname": "b.de", "ipv4": "1.2.3.4",
+        "ipv6": "::1", "time": "10:00:00Z", "uri": "http://b.de/", "uuid": "123e4567-e89b-12d3-a456-426614174000",
+    }  # fmt: skip
+    assert right.keys() == FORMATS
+    for form, text in right.items():
+        schema = {"type": "string", "format": form}
+        assert accepts(json.dumps(text), json=schema) and not accepts('"?!"', json=schema), form
+    assert ", ".join(f"`{form}`" for form in sorted(FORMATS)) in (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+
+
+def test_values_and_names_that_read_like_keywords_are_left_alone(accepts):
+    assert accepts('{"format": "password"}', json={"const": {"format": "password"}})
+    schema = {
+        "type": "object",
+        "properties": {"format": {"type": "integer"}, "uniqueItems": {"type": "null"}},
+        "required": ["format"],
+    }
+    assert accepts('{"format": 5, "uniqueItems": null}', json=schema) and not accepts('{"format": "x"}', json=schema)
+    assert accepts("[1, 1]", json={"type": "array", "uniqueItems": False, "items": {"type": "integer"}})
+
+
+@pytest.mark.parametrize(
+    "keyword", ["not", "if", "uniqueItems", "contains", "propertyNames", "dependentRequired", "unevaluatedProperties"]
+)
+@pytest.mark.parametrize(
+    "embed",
+    [
+        lambda schema: schema,
+        lambda schema: {"type": "object", "properties": {"a": schema}},
+        lambda schema: {"type": "array", "items": {"anyOf": [{"type": "null"}, schema]}},
+        lambda schema: {"$defs": {"x": schema}, "type": "object", "additionalProperties": {"$ref": "#/$defs/x"}},
+    ],
+    ids=["at the top", "in a property", "in an alternative", "behind a reference"],
+)
+def test_what_is_not_supported_is_refused_by_its_keyword_everywhere(accepts, keyword, embed):
+    value = {"dependentRequired": {"a": ["b"]}, "uniqueItems": True, "unevaluatedProperties": False}.get(
+        keyword, {"type": "string"}
+    )
+    with pytest.raises(RequestError, match=f'cannot be compiled: JSON schemas with "{keyword}" are not supported'):
+        accepts("", json=embed({keyword: value}))
+
+
+CHARACTERS = ["5", "a", "_", "Z", " ", "\t", "\u00a0", "\u2003", "é", "٣", "日", "-"]
+
+
+@pytest.mark.parametrize("regex", [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", r"[\d_]", r"[^\w]", r"[\D5]", r"\\d", r"[\w-]"])
+def test_classes_of_characters_mean_the_same_in_regular_expressions_and_in_json_patterns(accepts, regex):
+    for character in CHARACTERS:
+        expected = re.fullmatch(regex, character, re.ASCII) is not None
+        if r"\s" in regex.lower() and character in "\u00a0\u2003":
+            expected = not expected  # white space is that of all scripts
+        quoted = json.dumps(character, ensure_ascii=False)
+        assert accepts(character, regex=regex) == expected
+        if character != "\t":  # which JSON escapes
+            assert accepts(quoted, json={"type": "string", "pattern": f"^{regex}$"}) == expected, (regex, character)
+
+
+def test_what_pydantic_writes_is_taken(accepts):
+    class Kind(enum.Enum):
+        A = "a"
+
+    class Cat(pydantic.BaseModel):
+        kind: Literal["cat"]
+        born: datetime.date
+
+    class Dog(pydantic.BaseModel):
+        kind: Literal["dog"]
+        weight: decimal.Decimal
+
+    class All(pydantic.BaseModel):
+        pet: Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+        secret: pydantic.SecretStr
+        data: bytes
+        folder: pathlib.Path
+        number: pydantic.UUID4
+        address: pydantic.IPvAnyAddress
+        site: pydantic.AnyUrl
+        pair: tuple[int, str]
+        kinds: list[Kind]
+        by_name: dict[str, int]
+        code: Annotated[str, pydantic.StringConstraints(pattern=r"^\d{3}$")]
+        maybe: int | None = None
+
+    text = (
+        '{"pet": {"kind": "cat", "born": "2026-11-27"}, "secret": "s", "data": "d", "folder": "/", "number": "n", "address": "x", '
+        '"site": "http://b.de/", "pair": [1, "a"], "kinds": ["a"], "by_name": {"a": 1}, "code": "123", "maybe": null}'
+    )
+    assert accepts(text, json=All.model_json_schema())
 
 
 def chain(length):
