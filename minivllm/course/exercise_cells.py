@@ -89,9 +89,10 @@ def graded_cells(notebook: Any) -> list[GradedCell]:
 
 
 def _check_calls(source: str) -> list[tuple[str | None, int | None]]:
-    """Name and points of each call of `check` in a cell; None for an argument that is not a literal."""
+    """Name and points of each call of `check` in a cell, magics aside; None for an argument that is not a literal."""
+    lines = ("" if line.lstrip().startswith(("%", "!")) else line for line in source.split("\n"))
     try:
-        tree = ast.parse(source)
+        tree = ast.parse("\n".join(lines))
     except SyntaxError:
         return []
     calls = []

@@ -58,8 +58,9 @@ def find_progress(lessons: Path, exercises: Path) -> list[Progress]:
     for path in paths:
         lesson, exercise = read_notebook(path), exercises / path.name
         cells = [cell for cell in read_notebook(exercise)["cells"] if is_check(cell)] if exercise.is_file() else []
-        checks = [graded_cell(cell) for cell in cells]
-        points = sum(check.points for cell, check in zip(cells, checks, strict=True) if has_passed(cell))
+        checks = {graded_cell(cell).cell_id: graded_cell(cell) for cell in cells}  # a copy counts once
+        passed = {graded_cell(cell).cell_id for cell in cells if has_passed(cell)}
+        points = sum(check.points for name, check in checks.items() if name in passed)
         was_run = any(cell["outputs"] for cell in cells)
         found.append(
             Progress(
@@ -67,7 +68,7 @@ def find_progress(lessons: Path, exercises: Path) -> list[Progress]:
                 _title(lesson),
                 _minutes(lesson),
                 points if checks else None,
-                sum(check.points for check in checks),
+                sum(check.points for check in checks.values()),
                 was_run,
             )
         )

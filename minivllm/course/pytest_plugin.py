@@ -11,13 +11,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from minivllm.course.grading.untrusted_text import csv_text
 from minivllm.course.results import count_points
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import pytest
+    from collections.abc import Generator, Sequence
 
     from minivllm.course.exercise_cells import GradedCell
 
@@ -31,15 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Reject a file that cannot be written before any notebook runs; count points if notebooks are run."""
-    from pytest import UsageError
-
     runs_notebooks = any(config.getoption(name, default=False) for name in ("nbval", "nbval_lax"))
     grades = config.getoption("grades")
     if grades is not None:
         in_parallel = config.getoption("dist", default="no") != "no"  # pytest-xdist, where it is installed
         problem = _find_problem(Path(grades), runs_notebooks, in_parallel)
         if problem:
-            raise UsageError(problem)
+            raise pytest.UsageError(problem)
     if runs_notebooks:
         config.pluginmanager.register(PointCounter(grades and Path(grades)), "minivllm-points")
 
@@ -59,7 +57,7 @@ def _find_problem(path: Path, runs_notebooks: bool, in_parallel: bool) -> str | 
 
 
 class PointCounter:
-    """Records which graded cells of which notebooks passed.
+    """Records which graded cells of which notebooks passed. A cell that ends without the line that its check prints has not passed.
 
     Args:
         grades: Where to write the CSV, if anywhere.
@@ -85,6 +83,18 @@ class PointCounter:
             # An exercise's checks are tagged `raises-exception`, so that Jupyter goes on after one; here a failed check is a failed test.
             item.options["check_exception"] = False  # type: ignore[attr-defined]
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
+        """Fail a graded cell that did not say that its check passed: an unknown magic ends a cell without an error, and a branch may skip it."""
+        yield
+        checks = next((checks for checks in self._checks.values() if item.nodeid in checks), None)
+        if checks is not None:
+            name = checks[item.nodeid].name
+            said = "".join(output.get("text", "") for output in item.test_outputs or () if output.get("name") == "stdout")  # type: ignore[attr-defined]
+            assert any(line.startswith(f"✓ {name} (") for line in said.splitlines()), (
+                f"The check {name!r} did not run: restore this cell as the exercise had it."
+            )
+
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         """Forget notebooks none of whose checks run."""
         self._deselected.update(item.nodeid for item in items)
@@ -95,18 +105,20 @@ class PointCounter:
         if report.when == "call" and report.passed:
             self._passed.add(report.nodeid)
 
-    def _points(self, test: str, check: GradedCell) -> float:
-        """The points of a check: 0 if the call of `check` is gone, even though the cell then passes."""
-        return check.points if test in self._passed and check.is_intact else 0
+    def _results(self, notebook: str) -> list[tuple[GradedCell, float]]:
+        """A notebook's checks with their points. Copies of one check count once."""
+        passed = {check.cell_id for test, check in self._checks[notebook].items() if test in self._passed}
+        checks = {check.cell_id: check for check in reversed(self._checks[notebook].values())}  # of copies, the first
+        return [(check, check.points if check.cell_id in passed else 0) for check in reversed(checks.values())]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print a line for each notebook that has checks."""
         if self._checks:
             terminalreporter.section("points")
-        for notebook, checks in self._checks.items():
-            points = sum(self._points(test, check) for test, check in checks.items())
-            most = sum(check.points for check in checks.values())
-            failed = [check.name for test, check in checks.items() if self._points(test, check) < check.points]
+        for notebook in self._checks:
+            results = self._results(notebook)
+            points, most = sum(points for _, points in results), sum(check.points for check, _ in results)
+            failed = [check.name for check, points in results if points < check.points]
             line = f"{notebook}: {points:g} of {count_points(most)}" + (f"; failed: {'; '.join(failed)}" if failed else "")
             terminalreporter.write_line(line, green=not failed, yellow=bool(failed))
         if self._grades:
@@ -119,8 +131,9 @@ class PointCounter:
         with self._grades.open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
             table.writerow(["notebook", "check", "points", "max_points"])
-            for notebook, checks in self._checks.items():
-                rows = [(self._points(test, check), check.points) for test, check in checks.items()]
-                for check, row in zip(checks.values(), rows, strict=True):
-                    table.writerow([csv_text(notebook), csv_text(check.name), *row])
-                table.writerow([csv_text(notebook), "total", *map(sum, zip(*rows, strict=True))])
+            for notebook in self._checks:
+                results = self._results(notebook)
+                for check, points in results:
+                    table.writerow([csv_text(notebook), csv_text(check.name), points, check.points])
+                total, most = sum(points for _, points in results), sum(check.points for check, _ in results)
+                table.writerow([csv_text(notebook), "total", total, most])

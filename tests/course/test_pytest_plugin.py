@@ -10,6 +10,7 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import nbformat
 import pytest
 from course_notebooks import CHECK_ADD, HALF, exercise, of_code, solved_notebook, write
 
@@ -31,11 +32,28 @@ def run_pytest(folder, *arguments):
 
 
 ENDLESS = "def add(a, b):\n    while True:\n        pass\n\n\ndef twice(a):\n    return 2 * a\n"
+
+
+def changed(first="{}", copies=1):
+    """A solved notebook whose first check's cell has something around it, or stands there several times."""
+    notebook = solved_notebook()
+    place, check = next((i, cell) for i, cell in enumerate(notebook.cells) if cell.id == "check-add")
+    check.source = first.format(check.source.replace("\n", "\n    ") if first.startswith("if") else check.source)
+    notebook.cells[place:place] = [nbformat.from_dict(check | {"id": f"copy-{i}"}) for i in range(copies - 1)]
+    return notebook
+
+
 NOTEBOOKS = {
+    "branch": lambda: changed("if False:\n    {}"),
+    "caught": lambda: changed("try:\n    1 / 0\nexcept ZeroDivisionError:\n    pass\nelse:\n    check('two numbers are added')"),
+    "cell_magic": lambda: changed("%%no_such_magic\n{}"),
+    "copied": lambda: changed(copies=3),
     "emptied": lambda: exercise(check_add="pass"),
     "formula": lambda: exercise(check_add=CHECK_ADD.replace(CHECKS[0], "=HYPERLINK(A1)")),
     "half": lambda: exercise(answer=HALF),
+    "magic": lambda: changed("%no_such_magic\n{}"),
     "slow": lambda: exercise(answer=ENDLESS),
+    "timed": lambda: changed("%%time\n{}"),
     "solved": solved_notebook,
     "untouched": exercise,
     "walkthrough": lambda: of_code("1 + 1"),
@@ -57,11 +75,17 @@ def graded(tmp_path_factory):
 def test_each_notebook_with_checks_gets_a_line_with_its_points(graded):
     lines, _ = graded
     assert [line for line in lines if " points" in line and ".ipynb:" in line] == [
+        f"exercises/branch.ipynb: 3 of 5 points; failed: {CHECKS[0]}",
+        f"exercises/caught.ipynb: 3 of 5 points; failed: {CHECKS[0]}",
+        f"exercises/cell_magic.ipynb: 3 of 5 points; failed: {CHECKS[0]}",
+        "exercises/copied.ipynb: 5 of 5 points",
         f"exercises/emptied.ipynb: 0 of 5 points; failed: check-add; {CHECKS[1]}",
         f"exercises/formula.ipynb: 0 of 5 points; failed: =HYPERLINK(A1); {CHECKS[1]}",
         f"exercises/half.ipynb: 2 of 5 points; failed: {CHECKS[1]}",
+        f"exercises/magic.ipynb: 3 of 5 points; failed: {CHECKS[0]}",
         f"exercises/slow.ipynb: 3 of 5 points; failed: {CHECKS[0]}",
         "exercises/solved.ipynb: 5 of 5 points",
+        "exercises/timed.ipynb: 5 of 5 points",
         f"exercises/untouched.ipynb: 0 of 5 points; failed: {CHECKS[0]}; {CHECKS[1]}",
     ]
     assert "Points written to grades.csv." in lines
@@ -89,9 +113,27 @@ def test_the_table_has_a_row_for_each_check_and_the_totals_and_no_formula(graded
     assert [*rows[0]] == ["notebook", "check", "points", "max_points"]
     of = {name: [[*row.values()][1:] for row in rows if row["notebook"] == f"exercises/{name}.ipynb"] for name in NOTEBOOKS}
     assert of["half"] == [[CHECKS[0], "2", "2"], [CHECKS[1], "0", "3"], ["total", "2", "5"]]
-    totals = {"solved": "5", "untouched": "0", "half": "2", "emptied": "0", "formula": "0", "slow": "3"}
+    totals = {
+        "solved": "5",
+        "untouched": "0",
+        "half": "2",
+        "emptied": "0",
+        "formula": "0",
+        "slow": "3",
+        "copied": "5",
+        "timed": "5",
+    }
+    totals |= dict.fromkeys(("branch", "caught", "cell_magic", "magic"), "3")
     assert {name: rows[-1][1] for name, rows in of.items() if rows} == totals
     assert [check for check, *_ in of["formula"]] == ["'=HYPERLINK(A1)", CHECKS[1], "total"]
+
+
+@pytest.mark.slow
+def test_a_graded_cell_whose_check_did_not_run_is_red(graded):
+    printed = "\n".join(graded[0])
+    for name in ("magic", "cell_magic", "branch", "caught", "emptied"):
+        assert f"FAILED exercises/{name}.ipynb::Cell" in printed
+    assert f"The check '{CHECKS[0]}' did not run: restore this cell as the exercise had it." in printed
 
 
 @pytest.mark.parametrize(
