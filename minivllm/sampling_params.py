@@ -99,7 +99,8 @@ class SamplingParams:
         presence_penalty: Subtracted from the logit of each token in the output. In [-2, 2].
         frequency_penalty: Subtracted once for each occurrence of the token in the output. In [-2, 2].
         seed: Makes the request reproducible: alone or in any batch, it draws the same random numbers.
-        max_tokens: The most tokens to generate. None: until the model's context is full.
+        max_tokens: The most tokens to generate; fewer if the context, `max_model_len` or what the whole cache holds, is full before. None:
+            until it is full.
         min_tokens: Before this many tokens, end-of-sequence tokens, stop tokens and stop strings have no effect.
         stop: Strings that end the generation. They are not part of the text.
         include_stop_str_in_output: Keep the stop string, or the text of the stop token, at the end of the text.

@@ -41,12 +41,11 @@ def run_offline(
         raise ConfigError("run_offline needs an idle engine: finish or abort its requests first.")
     if not requests:
         raise ConfigError("The workload has no requests.")
-    limit = engine.model_config.max_model_len
+    limit = engine.input_processor.max_request_tokens
+    what = "the model takes" if limit == engine.model_config.max_model_len else "the whole cache has room for"
     for i, request in enumerate(requests):
         if len(request.prompt_token_ids) + request.output_len > limit:
-            raise ConfigError(
-                f"Request {i} of the workload grows beyond the {limit} tokens that the model takes: make it shorter."
-            )
+            raise ConfigError(f"Request {i} of the workload grows beyond the {limit} tokens that {what}: make it shorter.")
     engine.core.use_scheduler(SCHEDULERS[scheduler])
     engine.block_manager.reset_prefix_cache()
     was_traced = engine.trace is not None

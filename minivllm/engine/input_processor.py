@@ -242,7 +242,11 @@ class InputProcessor:
                 self._grammar_compiler.load_tokenizer(self._eos_token_ids)
 
     def _max_num_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """The length that the sequences of a request may reach, prompt included."""
+        """The length that the sequences of a request may reach, prompt included.
+
+        A prompt that leaves no room for a token is refused. `max_tokens` is only a maximum: beyond the room that is left, it is cut, as in
+        vLLM's scheduler.
+        """
         limit, cache_limit = self._model_config.max_model_len, self._cache_limit
         if num_prompt_tokens >= limit:
             raise ContextLengthError(
@@ -257,13 +261,7 @@ class InputProcessor:
             )
         if params.max_tokens is None:
             return self.max_request_tokens
-        wanted = min(num_prompt_tokens + params.max_tokens, limit)
-        if wanted > cache_limit:
-            raise ContextLengthError(
-                f"The maximum context length is {cache_limit} tokens, as the whole cache holds only {self.cache_tokens}, but the request "
-                f"can grow to {wanted}: generate at most {cache_limit - num_prompt_tokens}, or give the cache more memory (kv_cache_memory_bytes)."
-            )
-        return wanted
+        return min(num_prompt_tokens + params.max_tokens, self.max_request_tokens)
 
 
 def _read_salt(prompt: Prompt) -> str | None:

@@ -56,6 +56,14 @@ def test_numbers_that_cannot_be_measured_are_refused(llm, numbers, sentence):
         offline.measure_latency(llm.llm_engine, **({"batch_sizes": [1], "use_tqdm": False} | numbers))
 
 
+def test_a_workload_that_the_cache_would_cut_is_refused():
+    engine = make_simulated_engine(num_gpu_blocks=4, block_size=4, max_model_len=64)
+    sizes = {"prompt_len": 9, "use_tqdm": False, "rounds": 1}
+    with pytest.raises(ConfigError, match="grows beyond the 17 tokens that the whole cache has room for"):
+        offline.measure_latency(engine, [1], output_len=9, **sizes)
+    assert offline.measure_latency(engine, [1], output_len=8, **sizes)[0].output_tokens == 8
+
+
 @pytest.mark.slow
 def test_bench_latency_writes_its_results(capsys, tmp_path):
     report = tmp_path / "latency.json"

@@ -117,7 +117,7 @@ BAD_REQUESTS = {
     "not a prompt": (3.5, GREEDY, "A prompt must be a string or a list of token ids, not float"),
     "a dict without prompt": ({"text": "hi"}, GREEDY, r"must have 'prompt' or 'prompt_token_ids', not \['text'\]"),
     "longer than the model": ([5] * 8192, GREEDY, "maximum context length is 8192 tokens, .* but the prompt has 8192 tokens"),
-    "can never fit the cache": ([5] * 400, SamplingParams(max_tokens=7000), "generate at most"),
+    "longer than the cache": ([5] * 7000, GREEDY, "maximum context length is 6145 tokens, .* but the prompt has 7000 tokens"),
     "not sampling params": ("hi", {"temperature": 0}, "must be a SamplingParams, not dict"),
     "half a character": ("\ud800 hi", GREEDY, "not valid Unicode"),
     "stop token out of range": ("hi", SamplingParams(stop_token_ids=[99999]), "stop_token_ids has token id 99999"),
@@ -167,11 +167,14 @@ def test_a_prompt_that_the_whole_cache_cannot_hold_is_refused(tiny_folder):
 
 
 @pytest.mark.slow
-def test_max_tokens_beyond_the_context_are_cut_and_none_means_all(tiny_folder):
-    llm = load(tiny_folder)
-    for max_tokens in (1000, None):
-        output = llm.generate([[1] * 60], SamplingParams(max_tokens=max_tokens, ignore_eos=True), use_tqdm=False)[0]
-        assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (4, "length")
+@pytest.mark.parametrize("num_blocks,limit", [(5, 64), (2, 33)], ids=["max_model_len", "the whole cache"])
+def test_max_tokens_beyond_the_context_are_cut_and_none_means_all(tiny_folder, num_blocks, limit):
+    llm = load(tiny_folder, num_gpu_blocks_override=num_blocks)
+    prompt, room = [1] * 20, limit - 20
+    for max_tokens in (room, room + 1, 1000, None):
+        params = SamplingParams(n=2, max_tokens=max_tokens, ignore_eos=True)
+        for completion in llm.generate([prompt], params, use_tqdm=False)[0].outputs:
+            assert (len(completion.token_ids), completion.finish_reason) == (room, "length")
 
 
 def test_two_requests_cannot_have_one_name(small_cache_llm):
