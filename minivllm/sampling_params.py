@@ -19,6 +19,8 @@ from minivllm.errors import RequestError
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this mean greedy: dividing logits by less overflows float32."""
+MAX_FACTOR = 1e6
+"""The most by which a request may scale logits, up or down: far beyond use, and far from the ends of float32."""
 
 MAX_LOGPROBS = 1000
 """The most log-probabilities per token that a request may ask for."""
@@ -154,15 +156,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, low=1)
-        _check_float("temperature", self.temperature, low=0.0)
+        _check_float("temperature", self.temperature, low=0.0, high=MAX_FACTOR)
         _check_float("top_p", self.top_p, low=0.0, high=1.0)
         if self.top_p == 0.0:
             raise RequestError("top_p is 0, which keeps no token at all: use a value in (0, 1], or temperature=0 for greedy.")
         _check_int("top_k", self.top_k, low=-1, hint="use 0 or -1 to keep all tokens")
         _check_float("min_p", self.min_p, low=0.0, high=1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, low=0.0)
-        if self.repetition_penalty == 0.0:
+        if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty is 0, but logits are divided by it: use 1.0 for no penalty.")
+        _check_float("repetition_penalty", self.repetition_penalty, low=1 / MAX_FACTOR, high=MAX_FACTOR)
         _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         if self.seed is not None:

@@ -186,8 +186,7 @@ def add_decoded_tokens(logprobs: dict[int, Logprob], tokenizer: Tokenizer | None
     if tokenizer is None:
         return logprobs
     return {
-        token_id: replace(logprob, decoded_token=tokenizer.decode([token_id], skip_special_tokens=False))
-        for token_id, logprob in logprobs.items()
+        token_id: Logprob(logprob.logprob, logprob.rank, tokenizer.token_text(token_id)) for token_id, logprob in logprobs.items()
     }
 
 

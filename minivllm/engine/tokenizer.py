@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,9 @@ class Tokenizer:
             token_id for token_id, token in self.hf_tokenizer.added_tokens_decoder.items() if token.special
         )
         """What `skip_special_tokens` leaves out."""
+        self._texts: dict[int, str] = {}
+        self.escapes_special_tokens = False
+        """Whether special tokens that are written in a message are plain text there, so that nobody can forge a turn of the conversation."""
 
     @property
     def eos_token_id(self) -> int | None:
@@ -78,17 +83,22 @@ class Tokenizer:
         """Whether an id is a token's. A model may have more rows than its tokenizer has tokens; the others have no text."""
         return self.hf_tokenizer.convert_ids_to_tokens(token_id) is not None
 
+    def token_text(self, token_id: int) -> str:
+        """The text of a single token, remembered: log-probabilities need thousands in a step."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, which may be a part of a character."""
-        text = self.decode([token_id], skip_special_tokens=False)
+        text = self.token_text(token_id)
         if REPLACEMENT not in text:
             return text.encode()
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
         token: str = self.hf_tokenizer.convert_ids_to_tokens(token_id)
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):  # SentencePiece's
             return bytes.fromhex(byte[1])
-        alphabet = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+        alphabet = _byte_alphabet()
         return bytes(alphabet[character] for character in token) if alphabet.keys() >= set(token) else text.encode()
 
     def apply_chat_template(
@@ -119,6 +129,11 @@ class Tokenizer:
         if not isinstance(messages, (list, tuple)) or not messages:
             raise RequestError("A conversation must be a list with at least one message.")
         checked = [_checked_message(message, number) for number, message in enumerate(messages)]
+        escaped: dict[str, str] = {}
+        if self.escapes_special_tokens:
+            checked = [
+                message | self._escape({**message, "role": ""}, escaped) | {"role": message["role"]} for message in checked
+            ]
         try:
             options = options | {"add_generation_prompt": add_generation_prompt, "tokenize": False}
             text = self.hf_tokenizer.apply_chat_template(checked, **options)
@@ -128,7 +143,39 @@ class Tokenizer:
             ) from error
         except Exception as error:  # a template is a program, and may object to a role or an order
             raise RequestError(f"The model's chat template rejects this conversation ({error}).") from error
-        return self.encode(text, add_special_tokens)
+        if not escaped:
+            return self.encode(text, add_special_tokens)
+        parts = re.split("(" + "|".join(map(re.escape, escaped)) + ")", text)
+        return [token_id for part in parts for token_id in self._encode_part(escaped.get(part, part), part in escaped)]
+
+    def _escape(self, value: Any, escaped: dict[str, str]) -> Any:
+        """A message's content with a placeholder for each text that has a special token. `escaped` gets these texts by placeholder."""
+        if isinstance(value, dict):
+            return {name: self._escape(item, escaped) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self._escape(item, escaped) for item in value]
+        if not isinstance(value, str) or not any(token in value for token in self._special_texts()):
+            return value
+        placeholder = f"\ue000{secrets.token_hex(8)}\ue000"
+        escaped[placeholder] = value
+        return placeholder
+
+    def _special_texts(self) -> list[str]:
+        return [token.content for token in self.hf_tokenizer.added_tokens_decoder.values() if token.special]
+
+    def _encode_part(self, text: str, is_escaped: bool) -> list[int]:
+        if not is_escaped:
+            return self.encode(text, add_special_tokens=False)
+        token_ids: list[int] = self.hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return token_ids
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """The characters with which byte-level tokenizers write bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 
 def _checked_message(message: Any, number: int) -> dict[str, Any]:

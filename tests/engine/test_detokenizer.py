@@ -41,7 +41,7 @@ def make_byte_fallback_tokenizer() -> Tokenizer:
     )
     tokenizer = Tokenizer.__new__(Tokenizer)
     tokenizer.hf_tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust)
-    tokenizer.skipped_token_ids = frozenset()
+    tokenizer.skipped_token_ids, tokenizer._texts = frozenset(), {}
     return tokenizer
 
 

@@ -321,7 +321,7 @@ def test_an_upload_without_end_is_hung_up_on(smollm2_path, monkeypatch):
         connect(server) as connection,
     ):
         connection.sendall(
-            b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         with contextlib.suppress(ConnectionError):
             for _ in range(10):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import ipaddress
 import os
 import signal
 import sys
@@ -61,6 +60,15 @@ def add_serve_command(commands) -> None:  # noqa: ANN001
         "--allowed-origins", nargs="+", default=[], metavar="ORIGIN",
         help='web pages that may use the server from a browser (CORS), such as https://example.org; "*" for all',
     )  # fmt: skip
+    group.add_argument(
+        "--allowed-hosts", nargs="+", default=[], metavar="NAME",
+        help="names under which requests may ask for the server, such as that of a proxy in front of it (default: on loopback without an API key, only those of "
+        'this machine; else any); "*" for all',
+    )  # fmt: skip
+    salt = "clients with different API keys share no blocks in the prefix cache, unless they send a cache_salt"
+    add_option(group, "--salt-by-key", False, salt)
+    escape = "read special tokens in the content of messages as plain text, so that no message can pretend to be several"
+    add_option(group, "--escape-special-tokens", False, escape)
     add_option(group, "--mode", "continuous", "how requests are batched", choices=("continuous", "static"))
     add_option(group, "--log-level", "info", "least important messages to log", choices=LOG_LEVELS)
     add_engine_options(parser, enable_chunked_prefill=True)
@@ -101,13 +109,6 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read as text: {error}.") from None
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def run_serve(arguments: argparse.Namespace) -> int:
     """Serve, with one API server or several."""
     if arguments.api_server_count == 1:
@@ -127,11 +128,11 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
     from minivllm.entrypoints.server.launcher import run_server
     from minivllm.entrypoints.server.request_log import configure_logging
-    from minivllm.entrypoints.server.state import ServerSettings
+    from minivllm.entrypoints.server.state import ServerSettings, is_loopback
 
     args = EngineArgs(**options_for(EngineArgs, arguments))
     restart = args.parallel_config().has_replicas if arguments.restart_engine is None else arguments.restart_engine
-    is_local = arguments.host == "localhost" or _is_loopback(arguments.host)
+    is_local = is_loopback(arguments.host)
     if arguments.allow_kill and not is_local:
         raise ConfigError(
             f"With --allow-kill the server listens for this machine alone, not on {arguments.host}: leave out --host."
@@ -141,6 +142,7 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
         **options_for(ServerSettings, arguments)
         | {
             "api_keys": api_keys,
+            "allowed_hosts": tuple(arguments.allowed_hosts),
             "allowed_origins": tuple(arguments.allowed_origins),
             "chat_template": arguments.chat_template and _read_text(arguments.chat_template),
             "may_manage": is_local or bool(api_keys),

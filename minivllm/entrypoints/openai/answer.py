@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +26,7 @@ from minivllm.errors import ContextLengthError, RequestError
 from minivllm.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 
+_Made = TypeVar("_Made")
 MAX_CHARACTERS_PER_TOKEN = 16
 """Texts with more characters than this per token of context are refused before tokenization.
 
@@ -50,6 +52,7 @@ class Answer(ABC):
         usage: Tokens so far.
         time_to_first_token: Seconds from the request to the first output; None before.
         data_parallel_rank: As for `AsyncLLMEngine.generate`.
+        cache_salt: For all prompts.
     """
 
     id_prefix: str
@@ -76,6 +79,7 @@ class Answer(ABC):
         }
         self.time_to_first_token: float | None = None
         self.data_parallel_rank: int | None = None
+        self.cache_salt = body.cache_salt
         self._begin = time.perf_counter()
 
     # -- what an endpoint knows ------------------------------------------------------------------------------------
@@ -116,6 +120,9 @@ class Answer(ABC):
                     self.time_to_first_token = min(first, self.time_to_first_token or first)
                 self._count(output, is_first=True)
                 outputs[number] = output
+        return await self._aside(lambda: self._whole(outputs))
+
+    def _whole(self, outputs: dict[int, RequestOutput]) -> Json:
         n = self.params.n
         choices = [
             self.choice(number * n + completion.index, completion, output)
@@ -124,6 +131,11 @@ class Answer(ABC):
         ]
         extras = self.extras([output for _, output in sorted(outputs.items())])
         return {**self.head, "choices": choices, "usage": self.usage, **extras}
+
+    async def _aside(self, work: Callable[[], _Made]) -> _Made:
+        """What some work makes: in a thread if it has log-probabilities, of which a second's worth would block the event loop."""
+        has_many = self.params.logprobs is not None or self.params.prompt_logprobs is not None
+        return await asyncio.to_thread(work) if has_many else work()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Generate, and yield the server-sent events of each output: a chunk per choice. The fields they share are encoded once.
@@ -160,7 +172,7 @@ class Answer(ABC):
                     begun.add(number)
                     if self.time_to_first_token is None:
                         self.time_to_first_token = time.perf_counter() - self._begin
-                    openings = [self.opening(number * n + i, output) for i in range(n)]
+                    openings = await self._aside(functools.partial(self._openings, number, output))
                     extras = self.opening_extras(output)
                     chunks += [{"choices": [opening]} | extras for opening in openings if opening is not None]
                 self._count(output, is_first)
@@ -168,6 +180,9 @@ class Answer(ABC):
                     chunks.append({"choices": [self.delta(number * n + completion.index, completion)]})
                 if chunks:
                     yield chunks
+
+    def _openings(self, number: int, output: RequestOutput) -> list[Json | None]:
+        return [self.opening(number * self.params.n + i, output) for i in range(self.params.n)]
 
     def _count(self, output: RequestOutput, is_first: bool) -> None:
         usage = self.usage
@@ -182,7 +197,7 @@ class Answer(ABC):
         self.engine.check_takes_requests()
         requests = [
             await self.engine.process_inputs(
-                salted(prompt, self.body.cache_salt),
+                salted(prompt, self.cache_salt),
                 self.params,
                 f"{self.id}-{i}",
                 priority=self.body.priority or 0,
@@ -195,11 +210,17 @@ class Answer(ABC):
         async with aclosing(merged(streams)) as outputs:
             async for number, output in outputs:
                 if output.error is not None:
-                    would_fail_again = output.error.startswith("structured_outputs")  # stops OpenAI's client from retrying
-                    raise ApiError(500, output.error, headers={"x-should-retry": "false"} if would_fail_again else None)
+                    if is_limit_of_grammar(output.error):  # the request's own, which it would meet again
+                        raise ApiError(400, output.error, param="structured_outputs", headers={"x-should-retry": "false"})
+                    raise ApiError(500, output.error)
                 if any(completion.finish_reason == "abort" for completion in output.outputs):
                     raise ApiError(503, "The server aborted the request: try again.")
                 yield number, output
+
+
+def is_limit_of_grammar(error: str) -> bool:
+    """Whether a request failed because its grammar became too large, and not because a sampler chose a token that it does not allow."""
+    return error.startswith("structured_outputs") and "doesn't satisfy" not in error
 
 
 def make_choice(index: int, completion: CompletionOutput | None, **content: Any) -> Json:

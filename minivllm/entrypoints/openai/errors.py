@@ -113,6 +113,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):
         message, param = describe_mistake(error.errors()[0])
         return ApiError(400, message, param=param)
+    if isinstance(error, RecursionError):
+        return ApiError(400, "The request is nested too deeply.")
     logger.error("Unexpected error while serving a request.", exc_info=error)
     return ApiError(500, f"Internal server error ({type(error).__name__}): see the server's log.")
 

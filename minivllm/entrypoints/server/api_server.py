@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import NotRequired, TypedDict
 
@@ -31,7 +30,14 @@ from minivllm.entrypoints.openai.responses.protocol import ResponsesRequest, Res
 from minivllm.entrypoints.openai.responses.serving import ResponsesAnswer
 from minivllm.entrypoints.server.answer_response import AnswerResponse
 from minivllm.entrypoints.server.json_route import JsonRoute
-from minivllm.entrypoints.server.middleware import OPEN_PATHS, KeyMiddleware, RequestMiddleware
+from minivllm.entrypoints.server.middleware import (
+    OPEN_PATHS,
+    GenerationCors,
+    KeyMiddleware,
+    OriginMiddleware,
+    RequestMiddleware,
+    salt_of_key,
+)
 from minivllm.entrypoints.server.replicas_api import ReplicaHealth, describe_replicas
 from minivllm.entrypoints.server.replicas_api import router as replicas_router
 from minivllm.entrypoints.server.state import ServerState, check_model, state_of
@@ -63,7 +69,7 @@ router = APIRouter(route_class=JsonRoute, responses=_ERRORS)
 
 
 class HealthResponse(TypedDict):
-    """The response of /health; with `replicas` if there are several."""
+    """The response of /health; with `replicas` if there are several, and only for those who have a key if there is one."""
 
     status: Literal["ok"]
     replicas: NotRequired[list[ReplicaHealth]]
@@ -99,11 +105,10 @@ def make_app(state: ServerState) -> FastAPI:
     if state.settings.api_keys:
         app.add_middleware(KeyMiddleware, api_keys=state.settings.api_keys)
         _describe_keys(app)
+    app.add_middleware(OriginMiddleware, allowed_hosts=state.settings.known_hosts)
     app.add_middleware(RequestMiddleware, closing=state.closing)  # the last one added runs first
     if origins := state.settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id"]
-        )
+        app.add_middleware(GenerationCors, origins=origins)
     return app
 
 
@@ -127,6 +132,8 @@ def _answer(request: Request, body: SamplingBody, kind: Callable[..., Answer]) -
     state = state_of(request)
     answer = kind(state.engine, body)
     answer.data_parallel_rank = _read_rank(request)
+    if state.settings.salt_by_key and answer.cache_salt is None:
+        answer.cache_salt = salt_of_key(request.headers.get("authorization", ""))
     return AnswerResponse(state, answer)
 
 
@@ -200,7 +207,8 @@ async def health(request: Request) -> HealthResponse:
     if state.closing.begun:
         raise EngineDeadError("The server is shutting down.")
     state.engine.check_health()
-    if state.engine.num_engines == 1:
+    is_known = not state.settings.api_keys or request.scope["minivllm.has_key"]
+    if state.engine.num_engines == 1 or not is_known:
         return {"status": "ok"}
     return {"status": "ok", "replicas": describe_replicas(state.engine)}
 

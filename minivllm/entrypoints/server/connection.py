@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable
+from typing import Any
 
 import h11
 from starlette.types import Scope
@@ -26,6 +27,30 @@ LAST_WORD_SECONDS = 2.0
 """How long a slow client has to receive the end of its response."""
 
 
+MAX_CHUNKS, BYTES_PER_CHUNK = 512, 256
+"""A body may come in this many chunks, and in one more for each so many bytes: a chunk costs the event loop as much as hundreds of bytes."""
+
+
+class BoundedParser(h11.Connection):
+    """Parses requests, and refuses a body in tiny chunks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_chunks = self._num_bytes = 0
+
+    def next_event(self) -> Any:
+        """As h11's. Raises RemoteProtocolError at a chunk too many."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > MAX_CHUNKS + self._num_bytes // BYTES_PER_CHUNK:
+                raise h11.RemoteProtocolError("the body comes in too many small chunks")
+        return event
+
+
 async def last_word(sending: Awaitable[None], scope: Scope) -> None:
     """Send the end of a response; abort the connection if the client does not receive it in time."""
     try:
@@ -39,6 +64,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
         """Watch the client from the first unsent byte, and let every request abort the connection."""
+        self.conn = BoundedParser(h11.SERVER)
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
         self.app_state = {**self.app_state, ABORT: transport.abort}
@@ -47,7 +73,11 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed h11, and stop the timer when a request's headers are complete."""
-        super().data_received(data)
+        try:
+            super().data_received(data)
+        except h11.LocalProtocolError:  # a malformed rest, when the answer had begun
+            self.transport.abort()
+            return
         if self.conn.their_state is not h11.IDLE:
             self._stop("head")
         elif "head" not in self._timers:

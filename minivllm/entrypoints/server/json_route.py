@@ -30,7 +30,7 @@ DROP_SECONDS, DROP_BYTES = 5.0, 2**28
 
 
 def has_json(request: Request) -> bool:
-    """Whether the request declares its body as JSON, which no page of another site can do."""
+    """Whether the request declares its body as JSON, which a page of another site can do only after asking (CORS)."""
     return request.headers.get("content-type", "").split(";")[0].strip().lower() == "application/json"
 
 

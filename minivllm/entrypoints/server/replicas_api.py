@@ -4,7 +4,7 @@
     POST /replicas/{rank}/restart   it finishes its requests while others get the new ones, and is then replaced
     POST /replicas/{rank}/kill      with --allow-kill: its process is killed, and other replicas continue its requests
 
-A POST needs `Content-Type: application/json`, which no page of another site can send.
+A POST needs `Content-Type: application/json`, which a page of another site may send only after asking (CORS), and pages of other origins are refused.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -32,7 +33,7 @@ class ServerSettings:
     """Settings of `minivllm serve`, whose help describes them; times are in seconds.
 
     `max_waiting` counts sequences beyond those that run. Any of the `api_keys` grants access; without any, there is no authentication. `chat_template` is the template itself. With `may_manage`,
-    clients may restart replicas. `seed` is for `AsyncLLMEngine.join`.
+    clients may restart replicas. With `escape_special_tokens`, no text in a message is read as a special token. `seed` is for `AsyncLLMEngine.join`.
 
     Raises:
         ConfigError: A value is out of range.
@@ -50,6 +51,9 @@ class ServerSettings:
     chat_template: str | None = None
     allowed_origins: tuple[str, ...] = ()
     may_manage: bool = True
+    allowed_hosts: tuple[str, ...] = ()
+    salt_by_key: bool = False
+    escape_special_tokens: bool = False
     log_level: str = "info"
     seed: int = 0
 
@@ -65,6 +69,13 @@ class ServerSettings:
             raise ConfigError(f"request_timeout is {self.request_timeout} seconds, but must be more than 0.")
         if not 0 <= self.shutdown_timeout < math.inf:
             raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout} seconds, but must be at least 0.")
+
+    @property
+    def known_hosts(self) -> frozenset[str] | None:
+        """The names, besides this machine's own, under which requests may ask for this server; None for any."""
+        if self.allowed_hosts:
+            return frozenset(name.lower() for name in self.allowed_hosts)
+        return frozenset() if is_loopback(self.host) and not self.api_keys else None
 
 
 class Admission:
@@ -95,6 +106,28 @@ class Admission:
         finally:
             self.num_sequences -= num_sequences
             self.num_requests -= 1
+
+
+class Turns:
+    """Lets one caller work at a time, and few wait: tokenizing long texts side by side would take the processor from answers."""
+
+    MOST_WAITING = 64
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._num_callers = 0
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for one's turn. Raises an ApiError, 429, if too many wait."""
+        if self._num_callers > self.MOST_WAITING:
+            raise ApiError(429, f"The server is tokenizing for {self._num_callers} other requests. Try again.")
+        self._num_callers += 1
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self._num_callers -= 1
 
 
 class Closing:
@@ -141,6 +174,14 @@ class Closing:
         self._loop.call_later(LAST_WORD_SECONDS + _LEEWAY, _cancel, self._requests)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address means this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
 def _cancel(tasks: set[asyncio.Task]) -> None:
     for task in tasks:
         task.cancel()
@@ -154,11 +195,14 @@ class ServerState:
     settings: ServerSettings
     admission: Admission = field(init=False)
     closing: Closing = field(default_factory=Closing)
+    tokenizing: Turns = field(default_factory=Turns)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         if self.settings.chat_template is not None:
             tokenizer_of(self.engine).hf_tokenizer.chat_template = self.settings.chat_template
+        if self.settings.escape_special_tokens:
+            tokenizer_of(self.engine).escapes_special_tokens = True
         max_running = self.engine.scheduler_config.max_num_seqs * self.engine.num_engines
         self.admission = Admission(math.ceil((max_running + self.settings.max_waiting) / self.settings.api_server_count))
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.openai.answer import check_length, tokenizer_of
 from minivllm.entrypoints.openai.chat.protocol import Messages, TemplateBody
 from minivllm.entrypoints.openai.chat.serving import encode_chat
@@ -63,18 +64,22 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
     check_model(request, body.model)
     engine = state_of(request).engine
     tokenizer = tokenizer_of(engine).hf_tokenizer
-    if body.messages is not None:
-        tokens = await encode_chat(engine, body.messages, body.template_options())
-    else:
-        assert body.prompt is not None
-        check_length(len(body.prompt), "characters", engine)
-        tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    async with state_of(request).tokenizing.turn():
+        tokens = await _encode(engine, body)
     return {
         "count": len(tokens),
         "max_model_len": engine.input_processor.max_request_tokens,
         "tokens": tokens,
         "token_strs": tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None,
     }
+
+
+async def _encode(engine: AsyncLLMEngine, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None:
+        return await encode_chat(engine, body.messages, body.template_options())
+    assert body.prompt is not None
+    check_length(len(body.prompt), "characters", engine)
+    return await asyncio.to_thread(tokenizer_of(engine).encode, body.prompt, body.add_special_tokens is not False)
 
 
 @router.post("/detokenize")
@@ -86,4 +91,5 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeRes
     vocab_size = engine.model_config.vocab_size
     if (largest := max(body.tokens, default=0)) >= vocab_size:
         raise RequestError(f"tokens has {largest}, but this model's ids go from 0 to {vocab_size - 1}.")
-    return {"prompt": await asyncio.to_thread(tokenizer_of(engine).decode, body.tokens, False)}
+    async with state_of(request).tokenizing.turn():
+        return {"prompt": await asyncio.to_thread(tokenizer_of(engine).decode, body.tokens, False)}
