@@ -68,6 +68,7 @@ class SchedulerConfig:
         max_num_seqs: Maximum number of sequences per step.
         max_num_batched_tokens: Maximum number of tokens per step.
         policy: "fcfs", or "priority" (smaller values first, then by arrival).
+        priority_preemption: With "priority", preempt running sequences for waiting ones whose value is strictly smaller.
         enable_chunked_prefill: Fill one token budget with decodes and prefill chunks, instead of steps that are
             either prefill or decode.
         preemption_mode: How the latest arrival is preempted when blocks run out: "recompute" or "swap".
@@ -78,6 +79,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     policy: str = "fcfs"
+    priority_preemption: bool = True
     enable_chunked_prefill: bool = False
     preemption_mode: str = "recompute"
     num_speculative_tokens: int = 0
@@ -246,6 +248,11 @@ class EngineArgs:
     )
     enable_chunked_prefill: bool = _arg(False, "Mix decodes and prefill chunks in one step.")
     scheduling_policy: str = _arg("fcfs", '"fcfs" or "priority".')
+    priority_preemption: bool = _arg(
+        True,
+        'With scheduling_policy="priority", preempt running requests for a waiting one that is strictly more urgent, if it finds no place or '
+        "no blocks. False: it waits until one has finished.",
+    )
     preemption_mode: str = _arg("recompute", '"recompute" or "swap".')
     num_speculative_tokens: int = _arg(
         0,

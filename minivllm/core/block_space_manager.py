@@ -10,6 +10,9 @@ The idea is PagedAttention's (Kwon et al., 2023, arXiv:2309.06180); the interfac
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
+
 from minivllm.core.block_allocator import BlockAllocator
 from minivllm.request import Sequence
 
@@ -72,14 +75,25 @@ class BlockSpaceManager:
             blocks.append(block)
         return blocks
 
-    def can_allocate(self, seq: Sequence, cached_blocks: list[int] | None = None, keep_watermark: bool = True) -> bool:
-        """Whether `allocate(seq, cached_blocks)` would find enough blocks and leave the watermark free."""
-        cached_blocks = cached_blocks or []
+    def can_allocate(
+        self,
+        seq: Sequence,
+        cached_blocks: list[int] | None = None,
+        keep_watermark: bool = True,
+        without: Collection[Sequence] = (),
+    ) -> bool:
+        """Whether `allocate(seq, cached_blocks)` would find enough blocks and leave the watermark free, once those in `without` are preempted."""
+        cached_blocks, freed = cached_blocks or [], self._blocks_held_only_by(without)
         num_needed = self.num_blocks_for(seq.num_tokens) - len(cached_blocks)
         # A cached block without references counts as free until it is taken.
-        num_needed += sum(self.gpu_allocator.ref_counts[block] == 0 for block in cached_blocks)
+        num_needed += sum(self.gpu_allocator.ref_counts[block] == 0 or block in freed for block in cached_blocks)
         watermark = self.watermark_blocks if keep_watermark else 0
-        return self.gpu_allocator.num_free - num_needed >= watermark
+        return self.gpu_allocator.num_free + len(freed) - num_needed >= watermark
+
+    def _blocks_held_only_by(self, sequences: Collection[Sequence]) -> set[int]:
+        """The device blocks that would be free without these sequences."""
+        counts = Counter(block for seq in sequences for block in self.block_tables[seq.seq_id])
+        return {block for block, count in counts.items() if count == self.gpu_allocator.ref_counts[block]}
 
     def allocate(self, seq: Sequence, cached_blocks: list[int] | None = None) -> None:
         """Give a sequence its block table: the cached blocks first, then new ones for its other tokens."""

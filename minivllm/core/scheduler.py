@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
+from collections.abc import Collection
 from operator import attrgetter
 
 from minivllm.config import SchedulerConfig
@@ -35,7 +36,8 @@ class Scheduler:
 
     By default a step is either prefill or decode, prefill first. With `enable_chunked_prefill` one token budget is
     filled with decodes first, then with (chunks of) prompts. When cache blocks run out, the latest arrival is
-    preempted: its blocks are freed and its tokens recomputed later, or its blocks are swapped to the host.
+    preempted: its blocks are freed and its tokens recomputed later, or its blocks are swapped to the host. By priority, sequences are
+    also preempted for more urgent ones.
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockSpaceManager) -> None:
@@ -117,22 +119,51 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Changes queues and block tables; computes nothing."""
         output = SchedulerOutput()
+        num_preempted = self._preempt_for_urgent(output)
         if self.config.enable_chunked_prefill:
             self._schedule_decodes(output)
-            if not output.preempted:
+            if len(output.preempted) == num_preempted:
                 self._swap_in(output)
             self._schedule_prefill_chunks(output)
-            if not output.preempted:
+            if len(output.preempted) == num_preempted:
                 self._admit(output)
         else:
             self._admit(output)
             if not output.scheduled:
                 self._schedule_decodes(output)
-                if not output.preempted:
+                if len(output.preempted) == num_preempted:
                     self._swap_in(output)
         if self.speculation is not None:
             self.speculation.add_drafts(output)
         return output
+
+    def _preempt_for_urgent(self, output: SchedulerOutput) -> int:
+        """Under "priority", let the first waiting sequence have the places and blocks of running ones whose priority is strictly lower.
+
+        The least urgent give way first, no more of them than needed, and none if that would not be enough. The rule is that of vLLM's first
+        scheduler (`_schedule_priority_preemption`); its second one preempts only where running sequences grow.
+
+        Returns:
+            How many have given way.
+        """
+        seq = self.waiting.first()
+        if seq is None or self.config.policy != "priority" or not self.config.priority_preemption or not self.may_join(seq):
+            return 0
+        lower = [other for other in self.running if other.request.priority > seq.request.priority]
+        if lower and self._has_room(seq, without=lower):
+            for victim in reversed(lower):
+                if self._has_room(seq):
+                    break
+                self._preempt(victim, output)
+        return len(output.preempted)
+
+    def _has_room(self, seq: Sequence, without: Collection[Sequence] = ()) -> bool:
+        """Whether there are a place and blocks for a waiting sequence, once the running ones in `without` have given theirs up."""
+        num_running = self.num_running - sum(1 + other.num_unforked_siblings for other in without)
+        if num_running + 1 + seq.num_unforked_siblings > self.config.max_num_seqs:
+            return False
+        cached_blocks, keep_watermark = self.block_manager.find_cached_blocks(seq), len(without) < len(self.running)
+        return self.block_manager.can_allocate(seq, cached_blocks, keep_watermark, without)
 
     def _admit(self, output: SchedulerOutput) -> None:
         """Move sequences from waiting to running, in order, while there are seats, tokens and blocks.

@@ -133,6 +133,85 @@ def test_priority_goes_before_arrival():
     assert run_all(engine) == ["soon", "also soon", "late"]
 
 
+def prioritized(num_gpu_blocks=100, chunked=False, **options):
+    """An engine under "priority", and what adds a request with a prompt of four tokens, or of another length."""
+    engine, executor = shadow_engine(num_gpu_blocks, policy="priority", watermark=0, enable_chunked_prefill=chunked, **options)
+
+    def add(name, priority, max_tokens=9, prompt_len=4, **params):
+        engine.add_request(name, [1] * prompt_len, SamplingParams(max_tokens=max_tokens, **params, **GREEDY), priority=priority)
+
+    return engine, add, record_steps(engine, executor)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("short_of", ["places", "blocks"])
+def test_an_urgent_request_preempts_less_urgent_ones_for_a_place_or_for_blocks(short_of, mode, chunked):
+    limits = {"places": {"max_num_seqs": 3}, "blocks": {"num_gpu_blocks": 6, "max_num_seqs": 8}}[short_of]
+    engine, add, steps = prioritized(num_cpu_blocks=20, preemption_mode=mode, chunked=chunked, **limits)
+    for name, priority in (("middle", 1), ("low", 2), ("lowest", 3)):
+        add(name, priority)
+    for _ in range(2):
+        engine.step()
+    del steps[:]
+    add("urgent", 0, max_tokens=3)
+    engine.step()
+    assert steps[0][1]["urgent"] == 4 and "lowest" not in steps[0][1]
+    assert [seq.request.request_id for seq in engine.scheduler.running] == ["urgent", "middle", "low"]
+    assert run_all(engine)[0] == "urgent"
+    assert engine.block_manager.get_num_free_gpu_blocks() == engine.block_manager.num_gpu_blocks
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    "priority,options", [(1, {}), (0, {"priority_preemption": False}), (0, {"scheduler_cls": StaticBatchScheduler})]
+)
+def test_nobody_is_preempted_for_an_equal_or_if_it_is_turned_off_or_for_a_place_in_a_static_batch(priority, options, chunked):
+    engine, add, _ = prioritized(max_num_seqs=1, chunked=chunked, **options)
+    add("first", 1)
+    engine.step()
+    add("second", priority)
+    assert run_all(engine) == ["first", "second"]
+    assert engine.num_preemptions == 0
+
+
+def test_an_urgent_request_of_several_answers_takes_as_many_places_as_it_needs():
+    engine, add, _ = prioritized(max_num_seqs=4)
+    for name in "abcd":
+        add(name, 1)
+    engine.step()
+    add("urgent", 0, n=2, seed=1)
+    engine.step()
+    assert [seq.request.request_id for seq in engine.scheduler.running] == ["urgent", "urgent", "a", "b"]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_nobody_is_preempted_in_vain(chunked):
+    """The first one holds so much that the urgent one would not fit even without the other."""
+    engine, add, _ = prioritized(10, max_num_seqs=4, chunked=chunked)
+    add("as urgent", 0, prompt_len=20, max_tokens=4)
+    add("low", 1, max_tokens=12)
+    engine.step()
+    add("urgent", 0, prompt_len=34, max_tokens=1)
+    assert run_all(engine) == ["as urgent", "urgent", "low"]
+    assert engine.num_preemptions == 1
+    assert engine.block_manager.get_num_free_gpu_blocks() == 10
+
+
+def test_shared_blocks_are_counted_once_when_sequences_make_room():
+    """Both answers share the prompt's blocks, so that both must give way, and what the prefix cache keeps of them is not counted as free."""
+    engine, add, _ = prioritized(6, max_num_seqs=4, enable_prefix_caching=True)
+    add("low", 1, prompt_len=16, n=2, seed=1)
+    for _ in range(2):
+        engine.step()
+    add("urgent", 0, prompt_len=24, max_tokens=1)  # begins with the tokens of the other
+    [done] = engine.step()
+    assert (done.request_id, done.metrics.num_cached_tokens) == ("urgent", 16)
+    assert engine.num_preemptions == 2 and not engine.scheduler.running
+    assert run_all(engine) == ["low"]
+    assert engine.block_manager.get_num_free_gpu_blocks() == 6
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_when_blocks_run_out_the_latest_arrival_is_preempted_and_comes_back(mode):
     engine, executor = shadow_engine(4, num_cpu_blocks=4, block_size=4, max_num_seqs=4, watermark=0, preemption_mode=mode)

@@ -134,11 +134,10 @@ def describe_steps(trace: EngineTrace) -> list[dict[str, Any]]:
 
 
 def run_simulated(cls: type, seed: str, options: dict[str, Any]) -> EngineTrace:
-    """Run a random workload in a simulated engine with too few blocks."""
+    """Run a random workload in a simulated engine with too few blocks. Nobody is preempted for admission: the lesson leaves that out."""
     rng = seeded(seed)
-    engine = make_simulated_engine(
-        scheduler=cls, max_model_len=120, max_num_batched_tokens=160, **{"num_gpu_blocks": 40, "block_size": 4, **options}
-    )
+    sizes = {"max_model_len": 120, "max_num_batched_tokens": 160, "num_gpu_blocks": 40, "block_size": 4}
+    engine = make_simulated_engine(scheduler=cls, priority_preemption=False, **sizes | options)
     lengths = [(rng.randint(1, 60), rng.randint(1, 50)) for _ in range(40)]
 
     def add(number: int) -> None:
