@@ -29,6 +29,10 @@ class EngineDeadError(MinivllmError, RuntimeError):
     """The engine has failed or was shut down; the message says why. It gives no further output."""
 
 
+class WorkerKilledError(EngineDeadError):
+    """A worker of the engine was killed by SIGKILL, or stopped: perhaps from outside."""
+
+
 class RequestGivenUpError(EngineDeadError):
     """A request was dropped because replicas died while computing it. Sending it again may kill more."""
 

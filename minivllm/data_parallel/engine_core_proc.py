@@ -11,6 +11,7 @@ SIGTERM lets it leave in order: it gets no new requests, finishes what it has, a
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import signal
 import sys
@@ -22,7 +23,18 @@ from minivllm.data_parallel import messages
 from minivllm.data_parallel.messages import LoadReport, NodeWelcome, identity_of, message_header
 from minivllm.data_parallel.sockets import KeyPair, Sockets
 from minivllm.engine import core_messages
-from minivllm.engine.core_messages import CoreReady, Drain, EngineCoreOutputs, FromCore, Heartbeat, ReplicaLoad
+from minivllm.engine.core_messages import (
+    AddRequest,
+    CoreFailed,
+    CoreReady,
+    DeathsExplained,
+    Drain,
+    EngineCoreOutputs,
+    FromCore,
+    Heartbeat,
+    ReplicaLoad,
+    ToCore,
+)
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_loop import EngineCoreLoop
 from minivllm.engine.engine_core_proc import EngineCoreProc, ProcessSetup
@@ -37,7 +49,7 @@ class ReplicaSetup(ProcessSetup):
 
     Attributes:
         incarnation: As in `ReplicaProcess`.
-        ready_descriptor: A pipe, into which it writes when it is ready.
+        notes_descriptor: A pipe, into which it writes each `Note` to the command that has started it.
         clock_offset: By how many seconds this machine's clock is ahead of the API servers', in which times are told.
     """
 
@@ -46,7 +58,21 @@ class ReplicaSetup(ProcessSetup):
     clock_offset: float
     engine_index: int = 0
     incarnation: int = 0
-    ready_descriptor: int = -1
+    notes_descriptor: int = -1
+
+
+class Note(enum.Enum):
+    """What whoever has started a replica must know to judge how it ends."""
+
+    READY = b"r"
+    HAS_SUSPECT = b"s"
+    """It was given a request of which a replica may have died."""
+    DEATHS_EXPLAINED = b"e"
+    """Those before it died because of a request that was given up."""
+    WORKER_KILLED = b"k"
+    """It ends because a worker of it was killed by SIGKILL, or stopped."""
+    FAREWELL = b"f"
+    """It ends because it was told to."""
 
 
 class DPEngineCoreProc(EngineCoreProc):
@@ -55,7 +81,7 @@ class DPEngineCoreProc(EngineCoreProc):
     def __init__(self, setup: ReplicaSetup) -> None:
         sockets, addresses = Sockets(setup.key), setup.addresses
         self._engine_index, self._incarnation = setup.engine_index, setup.incarnation
-        self._ready_descriptor, self._clock_offset = setup.ready_descriptor, setup.clock_offset
+        self._notes_descriptor, self._clock_offset = setup.notes_descriptor, setup.clock_offset
         identity = identity_of(setup.engine_index, setup.incarnation)
         # The probe says hello on each new connection: the frontend can send to this identity, and knows that what it had sent may be lost.
         options = {"IDENTITY": identity, "RCVHWM": 0, "PROBE_ROUTER": 1}
@@ -74,10 +100,21 @@ class DPEngineCoreProc(EngineCoreProc):
         self._loop = loop = EngineCoreLoop(core)
         loop.num_clients = len(self._outputs)
         signal.signal(signal.SIGTERM, lambda number, frame: loop.input_queue.put(Drain()))
-        with contextlib.suppress(OSError):  # who started it is gone
-            os.write(self._ready_descriptor, b"r")
-        os.close(self._ready_descriptor)
+        self._write(Note.READY)
         return loop
+
+    def _write(self, note: Note) -> None:
+        with contextlib.suppress(OSError):  # who started it is gone
+            os.write(self._notes_descriptor, note.value)
+
+    def _note(self, message: ToCore) -> None:
+        if isinstance(message, AddRequest) and message.is_suspect:
+            self._write(Note.HAS_SUSPECT)
+        elif isinstance(message, DeathsExplained):
+            self._write(Note.DEATHS_EXPLAINED)
+
+    def _say_farewell(self) -> None:
+        self._write(Note.FAREWELL)
 
     def _send(self, message: FromCore) -> None:
         """Send outputs to the API servers that wait for them, records of steps to the ones that watch, and anything else to all."""
@@ -85,6 +122,8 @@ class DPEngineCoreProc(EngineCoreProc):
         if not isinstance(message, EngineCoreOutputs):
             if isinstance(message, CoreReady | Heartbeat):
                 self._report(self._load)
+            elif isinstance(message, CoreFailed) and message.was_killed:
+                self._write(Note.WORKER_KILLED)
             for client, socket in self._living():
                 self._send_numbered(client, socket, message)
             return

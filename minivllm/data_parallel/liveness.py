@@ -140,7 +140,7 @@ class ReplicaLiveness:
         if incarnation in peer.dead or (peer.is_member and incarnation < peer.incarnation):  # another has taken its place
             return []
         if incarnation != peer.incarnation:
-            decisions += self._lose(rank, "another process has taken its place", has_died=True)
+            decisions += self._lose(rank, "another process has taken its place", has_died=True, was_killed=True)  # who knows
             if peer.incarnation:
                 peer.dead.append(peer.incarnation)
             peer.incarnation, peer.is_ready, peer.is_draining, peer.state = incarnation, False, False, PeerState.ABSENT
@@ -158,7 +158,7 @@ class ReplicaLiveness:
             peer.is_draining = True
             decisions += self._admit(rank)
         elif isinstance(message, CoreFailed):
-            decisions += self._lose(rank, message.cause, has_died=True)
+            decisions += self._lose(rank, message.cause, has_died=True, was_killed=message.was_killed)
             self._end(peer, incarnation, self._default_outlook)
         return decisions
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import time
 import weakref
 from collections.abc import Collection
@@ -15,12 +14,12 @@ import msgspec
 import torch
 import zmq
 
-from minivllm.data_parallel.engine_core_proc import ReplicaSetup
+from minivllm.data_parallel.engine_core_proc import Note, ReplicaSetup
 from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied, encode, replica_name
 from minivllm.data_parallel.sockets import Sockets
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core_proc import RETURN_STATUS
-from minivllm.executor.processes import GRACE_SECONDS, ChildProcess
+from minivllm.executor.processes import GRACE_SECONDS, ChildProcess, may_come_from_outside
 
 logger = logging.getLogger(__name__)
 
@@ -36,33 +35,38 @@ class ReplicaProcess(ChildProcess):
     Attributes:
         incarnation: Tells it from the processes that had its rank before, and have it after it: a later one has a larger number.
         ready_since: When it was ready, in seconds of `time.monotonic`, as far as `poll` has noticed; None before.
+        notes: What it has written into its pipe, as far as `poll` has noticed.
     """
 
     def __init__(self, setup: ReplicaSetup, num_threads: int, gpus: str | None = None) -> None:
         self.incarnation = time.time_ns()
-        self._ready_pipe, theirs = os.pipe()
-        self._close = weakref.finalize(self, os.close, self._ready_pipe)
-        setup = msgspec.structs.replace(setup, incarnation=self.incarnation, ready_descriptor=theirs)
+        self._pipe, theirs = os.pipe()
+        self._close = weakref.finalize(self, os.close, self._pipe)
+        setup = msgspec.structs.replace(setup, incarnation=self.incarnation, notes_descriptor=theirs)
         try:
             super().__init__("minivllm.data_parallel.engine_core_proc", setup, num_threads, (theirs,), gpus)
         finally:
             os.close(theirs)
-        os.set_blocking(self._ready_pipe, False)
+        os.set_blocking(self._pipe, False)
         self.ready_since: float | None = None
+        self.notes: set[Note] = set()
         self._is_killed_here = False
 
     @property
     def was_killed(self) -> bool:
-        """Whether it was killed by SIGKILL, and not by `kill`."""
-        return self.exit_status == -signal.SIGKILL and not self._is_killed_here
+        """Whether it, or a worker of it, was killed by SIGKILL or the like, and not by `kill`."""
+        from_outside = may_come_from_outside(self.exit_status or 0) and not self._is_killed_here
+        return from_outside or Note.WORKER_KILLED in self.notes
 
     def poll(self) -> str | None:
-        """As for `ChildProcess`; notices when it is ready, too."""
-        if self.ready_since is None:
-            with contextlib.suppress(BlockingIOError):
-                if os.read(self._ready_pipe, 1):
-                    self.ready_since = time.monotonic()
-        return super().poll()
+        """As for `ChildProcess`; reads its notes, too: all of them, once it has ended."""
+        end = super().poll()
+        with contextlib.suppress(BlockingIOError):
+            while written := os.read(self._pipe, 4096):
+                self.notes.update(Note(bytes([byte])) for byte in set(written))
+        if self.ready_since is None and Note.READY in self.notes:
+            self.ready_since = time.monotonic()
+        return end
 
     def drain(self) -> None:
         """Let it finish what it has, and end."""
@@ -199,10 +203,12 @@ class LocalReplicas:
         """A process has ended: decide whether another is started."""
         place.process, place.ended_since = None, None
         status, now, outlook = process.exit_status, time.monotonic(), "gone"
-        has_died = status not in (0, RETURN_STATUS)
+        has_died = status not in (0, RETURN_STATUS) or not (Note.FAREWELL in process.notes or self._is_ending)
         if has_died:
+            if Note.DEATHS_EXPLAINED in process.notes:
+                place.policy.num_short_lives = 0
             lived = None if process.ready_since is None else now - process.ready_since
-            outlook = self._plan_restart(rank, place, lived)
+            outlook = self._plan_restart(rank, place, lived, had_suspect=Note.HAS_SUSPECT in process.notes)
         elif status == RETURN_STATUS and not self._is_ending:
             place.due, outlook = now, "starting"
         process.shutdown(0.0)
@@ -215,13 +221,13 @@ class LocalReplicas:
         end = f"its process could not be started: {error.strerror}"
         return ReplicaDied(rank, time.time_ns(), end, True, False, place.num_deaths, outlook)
 
-    def _plan_restart(self, rank: int, place: _Place, lived: float | None) -> str:
-        """A process has died. Returns what follows: "starting", "given up" or "gone"."""
+    def _plan_restart(self, rank: int, place: _Place, lived: float | None, *, had_suspect: bool = False) -> str:
+        """A process has died. Returns what follows: "starting", "given up" or "gone". If it had a suspect, that is what its end is blamed on."""
         place.num_deaths += 1
         place.due = None
         if not self._restart or self._is_ending:
             return "gone"
-        pause, name = place.policy.next_pause(lived), replica_name(rank, self._size)
+        pause, name = 0.0 if had_suspect else place.policy.next_pause(lived), replica_name(rank, self._size)
         if pause is None:
             count = place.policy.num_short_lives
             logger.error("%s died %d times in a row soon after its start: it is given up.", name, count)

@@ -25,12 +25,14 @@ from minivllm.engine.core_messages import (
     ClientDrained,
     CoreFailed,
     CoreLost,
+    DeathsExplained,
     Drain,
     DropClient,
     EngineCoreOutputs,
     FromCore,
     KillReplica,
     ReplicaChanged,
+    RequestsAborted,
     RequestsResumed,
     SetTracing,
     StoppedSequence,
@@ -62,9 +64,7 @@ class ReplicaGroup:
         self._is_on_one_machine = parallel.is_on_one_machine
         router = make_router(parallel.data_parallel_routing, place.client_count, place.client_index)
         self.table = RequestTable(router, config.cache_config.block_size)
-        self.failover = Failover(
-            self.table, lambda rank, request: self._send(rank, AddRequest(request)), parallel.failover_timeout
-        )
+        self.failover = Failover(self.table, self._send_request, self._clear, parallel.failover_timeout, place.client_count)
         self.liveness = ReplicaLiveness(self._size, self._timeout, restarts=place.restarts, expected=parallel.local_ranks)
         self.num_gpu_blocks = 0
         self._awaited = set(parallel.local_ranks)
@@ -130,6 +130,12 @@ class ReplicaGroup:
             if peer.is_member:
                 self._send(rank, message)
 
+    def _send_request(self, rank: int, request: EngineCoreRequest) -> bool:
+        return self._send(rank, AddRequest(request, self.table.requests[request.request_id].is_suspect))
+
+    def _clear(self, rank: int, number: int) -> bool:
+        return self._send(rank, AbortClientRequests(self._place.client_index, number))
+
     def _send(self, rank: int, message: ToCore) -> bool:
         return self._send_to(rank, self.liveness.peers[rank].incarnation, message)
 
@@ -154,6 +160,10 @@ class ReplicaGroup:
         if isinstance(message, EngineCoreOutputs) and self.liveness.is_believed(rank, incarnation):
             message.outputs = [output for output in message.outputs if self.table.take_output(rank, output)]
             told.append(message)
+        elif isinstance(message, RequestsAborted) and self.liveness.is_believed(rank, incarnation):
+            is_mine = message.client_index == self._place.client_index
+            if is_mine and self.failover.note_cleared(rank, message.number) is not None:
+                told.append(RequestsResumed(rank, 1))
         return told
 
     def note_death(self, died: ReplicaDied) -> list[ToFrontend]:
@@ -220,6 +230,8 @@ class ReplicaGroup:
         self.num_gpu_blocks = self.table.num_gpu_blocks
         if self._is_tracing:
             self._send(rank, SetTracing(True, self._place.client_index))
+        if rank in self.failover.excused and self._send(rank, DeathsExplained()):
+            self.failover.excused.discard(rank)
         for client_index in self._dropped:
             self._send(rank, DropClient(client_index))
         if rank not in self._awaited:
@@ -247,6 +259,9 @@ class ReplicaGroup:
             self._log(logging.WARNING, "%s has left%s.", name, follows)
         self._note_loss(rank, cause)
         failed = self.failover.lose(rank, has_died=has_died, was_killed=was_killed, name=name.lower(), cause=cause)
+        for other in sorted(self.failover.excused.intersection(self.table.open)):
+            self.failover.excused.discard(other)
+            self._send(other, DeathsExplained())
         lost = ReplicaChanged(rank, is_ready=False, has_died=has_died)
         return [lost] if failed is None else [lost, failed]
 

@@ -28,6 +28,9 @@ class InFlightRequest:
         number: Identifies the latest sending. Outputs of an earlier one may still arrive, and are ignored.
         was_sent: Whether a replica has it, or had it before.
         num_deaths: Replicas that have died while they had it, since its latest token.
+        num_trials: Those of them that had nothing else.
+        died_at: The ranks of these replicas.
+        is_alone: Whether it is at a replica that has nothing else and gets nothing else, until it has got a token.
         waiting_since: Since when it has waited for a replica, in seconds; None while it is at one, or waits only for its turn.
     """
 
@@ -39,6 +42,9 @@ class InFlightRequest:
     number: int = -1
     was_sent: bool = False
     num_deaths: int = 0
+    num_trials: int = 0
+    died_at: set[int] = field(default_factory=set)
+    is_alone: bool = False
     waiting_since: float | None = None
 
     def __post_init__(self) -> None:
@@ -55,6 +61,11 @@ class InFlightRequest:
         """Whether it may be what killed its replica."""
         return self.num_deaths > 0
 
+    def acquit(self) -> None:
+        """It is no suspect any more."""
+        self.num_deaths, self.num_trials, self.is_alone = 0, 0, False
+        self.died_at.clear()
+
     def to_send(self, number: int) -> EngineCoreRequest:
         """The request for a replica; if another replica has begun it, with its output so far."""
         self.number = number
@@ -68,7 +79,7 @@ class InFlightRequest:
         """Add what a step computed."""
         self.metrics = output.metrics
         if output.sequences or output.finished:
-            self.num_deaths = 0
+            self.acquit()
         for new in output.sequences:
             if new.index in self.unfinished:
                 self.token_ids.setdefault(new.index, []).extend(new.token_ids)
@@ -156,6 +167,13 @@ class RequestTable:
         self.requests[request.request_id] = self._pending[request.request_id] = in_flight
         return in_flight
 
+    def too_small_for(self, request: EngineCoreRequest) -> set[int]:
+        """The open replicas whose cache is too small for a request."""
+        num_blocks = -(-(request.max_num_tokens - 1) // self._block_size)  # the last token is never fed back
+        if num_blocks <= self.num_gpu_blocks:
+            return set()
+        return {rank for rank, size in self._num_gpu_blocks.items() if size < num_blocks}
+
     def place(self, in_flight: InFlightRequest, avoid: Collection[int] = ()) -> tuple[int, EngineCoreRequest]:
         """Choose a replica for a request that waits: the one that it asks for if that is open, else the router's choice; but none to `avoid`.
         Returns its rank, and what to send there.
@@ -164,9 +182,8 @@ class RequestTable:
             EngineDeadError: No other replica is open, or none of them has a cache that is large enough.
         """
         request = in_flight.request
-        num_blocks = -(-(request.max_num_tokens - 1) // self._block_size)  # the last token is never fed back
-        if num_blocks > self.num_gpu_blocks:
-            avoid = {*avoid, *(rank for rank, size in self._num_gpu_blocks.items() if size < num_blocks)}
+        if too_small := self.too_small_for(request):
+            avoid = too_small.union(avoid)
         wanted = request.data_parallel_rank
         if wanted in self._num_gpu_blocks and wanted not in avoid:
             rank = self._router.assign(wanted)
@@ -180,7 +197,7 @@ class RequestTable:
         """A request could not be sent to its replica: it waits again."""
         assert in_flight.replica is not None
         self._router.finish(in_flight.replica)
-        in_flight.replica = None
+        in_flight.replica, in_flight.is_alone = None, False
         self._pending[in_flight.request_id] = in_flight
 
     def remove(self, request_id: str) -> int | None:

@@ -69,9 +69,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AddRequest(Message):
-    """Queue a request."""
+    """Queue a request, of which a replica that had it may have died."""
 
     request: EngineCoreRequest
+    is_suspect: bool = False
 
 
 class AbortRequests(Message):
@@ -113,9 +114,14 @@ class KillReplica(Message):
 
 
 class AbortClientRequests(Message):
-    """To a replica that was out of reach: abort all requests of this API server. They have moved to other replicas."""
+    """To a replica: abort all requests of this API server, which move to other replicas, and say so in a `RequestsAborted`."""
 
     client_index: int
+    number: int = 0
+
+
+class DeathsExplained(Message):
+    """To a replica: its process, or one before it, has died because of a request, which was given up. So the replica is not broken."""
 
 
 class DropClient(Message):
@@ -142,6 +148,7 @@ ToCore = (
     | Drain
     | KillReplica
     | AbortClientRequests
+    | DeathsExplained
     | DropClient
     | ClientDrained
     | Shutdown
@@ -207,11 +214,13 @@ class EngineCoreOutputs(Message):
 
 
 class CoreFailed(Message):
-    """The core could not start, or cannot continue: its last message. `error_type` names an exception's class, or is ""."""
+    """The core could not start, or cannot continue: its last message. `error_type` names an exception's class, or is "". `was_killed` says
+    whether the reason is that a worker was killed by SIGKILL, or stopped, so perhaps from outside."""
 
     error_type: str
     message: str
     engine_index: int = 0
+    was_killed: bool = False
 
     @property
     def cause(self) -> str:
@@ -238,6 +247,14 @@ class CoreDraining(Message):
     returns: bool = False
 
 
+class RequestsAborted(Message):
+    """A replica has done what an `AbortClientRequests` with this number asked it to."""
+
+    client_index: int
+    number: int
+    engine_index: int = 0
+
+
 class CoreLog(LogMessage):
     """A log record for the frontend's log."""
 
@@ -253,7 +270,7 @@ class Heartbeat(Message):
     is_draining: bool = False
 
 
-FromCore = CoreReady | EngineCoreOutputs | CoreFailed | CoreDraining | CoreLog | Heartbeat
+FromCore = CoreReady | EngineCoreOutputs | RequestsAborted | CoreFailed | CoreDraining | CoreLog | Heartbeat
 
 
 # -- from a client to its frontend -----------------------------------------------------------------------------------

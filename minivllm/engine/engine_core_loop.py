@@ -28,13 +28,14 @@ from minivllm.engine.core_messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     FromCore,
+    RequestsAborted,
     SetTracing,
     Shutdown,
     StopSequences,
     ToCore,
 )
 from minivllm.engine.engine_core import EngineCore, make_output
-from minivllm.errors import EngineDeadError, RequestError
+from minivllm.errors import EngineDeadError, RequestError, WorkerKilledError
 from minivllm.request import Request
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class EngineCoreLoop:
                     break
             return True
         except EngineDeadError as error:  # the message says all that is known
-            self.output_queue.put(CoreFailed("", str(error)))
+            self.output_queue.put(CoreFailed("", str(error), was_killed=isinstance(error, WorkerKilledError)))
             return False
         except Exception as error:
             logger.exception("The engine failed.")
@@ -159,6 +160,7 @@ class EngineCoreLoop:
             self._drained_clients.add(message.client_index)
         elif isinstance(message, AbortClientRequests):
             self.core.abort_requests(self.core.requests_of(message.client_index))
+            self.output_queue.put(RequestsAborted(message.client_index, message.number))
         elif isinstance(message, DropClient):
             self._drop_client(message.client_index)
         elif isinstance(message, SetTracing):

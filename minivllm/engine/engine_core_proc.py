@@ -23,7 +23,7 @@ import traceback
 import msgspec
 import zmq
 
-from minivllm.engine.core_messages import CoreFailed, CoreLog, FromCore, Heartbeat, KillReplica, decode_to_core, encode
+from minivllm.engine.core_messages import CoreFailed, CoreLog, FromCore, Heartbeat, KillReplica, ToCore, decode_to_core, encode
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_loop import EngineCoreLoop
 from minivllm.executor.processes import ForwardLog, exit_with_parent, read_setup
@@ -97,12 +97,19 @@ class EngineCoreProc:
         core.shutdown()
         sender.join()
         self._context.term()  # returns when the last message has gone out
-        if was_told and loop.returns:
-            return RETURN_STATUS
-        return 0 if was_told else 1
+        if not was_told:
+            return 1
+        self._say_farewell()
+        return RETURN_STATUS if loop.returns else 0
 
     def _make_loop(self, core: EngineCore) -> EngineCoreLoop:
         return EngineCoreLoop(core)
+
+    def _say_farewell(self) -> None:
+        """The process ends because it was told to."""
+
+    def _note(self, message: ToCore) -> None:
+        """A message has come for the core."""
 
     def _run_input(self, loop: EngineCoreLoop) -> None:
         try:
@@ -112,6 +119,7 @@ class EngineCoreProc:
                         message = decode_to_core(socket.recv())
                         if isinstance(message, KillReplica):
                             os.kill(os.getpid(), signal.SIGKILL)
+                        self._note(message)
                         loop.input_queue.put(message)
                     except msgspec.DecodeError as error:
                         logger.error("Dropped a message that cannot be decoded: %s", error)

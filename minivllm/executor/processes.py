@@ -214,6 +214,11 @@ def plain_number(value: Any) -> Any:
     raise TypeError(f"A message cannot contain a {type(value).__name__}.")
 
 
+def may_come_from_outside(status: int) -> bool:
+    """Whether somebody else may have ended a process with this status: by SIGKILL, as the OOM killer does, or by a signal that asks for it."""
+    return -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 def describe_exit(status: int) -> str:
     """How a process ended, as a predicate to its name."""
     if status >= 0:

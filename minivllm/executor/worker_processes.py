@@ -18,8 +18,8 @@ import torch
 
 from minivllm.distributed.message_queue import QueueEnds, QueueReader, QueueWriter
 from minivllm.distributed.shared_memory import create_group_memory
-from minivllm.errors import EngineDeadError
-from minivllm.executor.processes import describe_exit, start_python
+from minivllm.errors import EngineDeadError, WorkerKilledError
+from minivllm.executor.processes import describe_exit, may_come_from_outside, start_python
 from minivllm.executor.worker_messages import FromWorker, WorkerSetup, decode_from_worker
 
 CHECK_SECONDS = 0.2
@@ -43,6 +43,7 @@ class WorkerProcesses:
         processes: By rank.
         inbox: The queue that all workers read.
         failure: Why they were ended, if they were.
+        was_killed: Whether that is because one was killed by SIGKILL or the like, or stopped: perhaps from outside.
         on_failure: Called when a worker is found dead.
     """
 
@@ -52,6 +53,7 @@ class WorkerProcesses:
         self.are_ready = False
         self.inbox: QueueWriter
         self.failure: str | None = None
+        self.was_killed = False
         self.on_failure: Callable[[], None] = lambda: None
         self._outboxes: list[QueueReader] = []
         self._lock = threading.Lock()
@@ -78,7 +80,7 @@ class WorkerProcesses:
             )
         if self.failure is not None:
             self._ended.wait(GRACE_SECONDS)
-            raise EngineDeadError(self.failure)
+            raise (WorkerKilledError if self.was_killed else EngineDeadError)(self.failure)
 
     def read(self, timeout: float) -> list[tuple[int, FromWorker]]:
         """Messages of workers, each with its rank. Waits up to `timeout` seconds for the first.
@@ -187,6 +189,7 @@ class WorkerProcesses:
                     return
                 num_stopped[rank] = num_stopped[rank] + 1 if _is_stopped(process.pid) else 0
                 if num_stopped[rank] == CHECKS_UNTIL_STOPPED:
+                    self.was_killed |= self.failure is None
                     self.fail(f"{self._name(rank)} was stopped (SIGSTOP).")
                     return
 
@@ -230,6 +233,7 @@ class WorkerProcesses:
             status = self.processes[rank].wait(1.0)
         except subprocess.TimeoutExpired:
             return f"{self._name(rank)} has closed its end of the queue."
+        self.was_killed |= self.failure is None and may_come_from_outside(status)  # else it was we who killed it
         return f"{self._name(rank)} {describe_exit(status)}."
 
 

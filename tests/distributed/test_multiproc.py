@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm import LLM, AsyncLLMEngine, EngineArgs, ModelRegistry, SamplingParams, StructuredOutputsParams
-from minivllm.errors import ConfigError, EngineDeadError, KernelError, WorkerError
+from minivllm.errors import ConfigError, EngineDeadError, KernelError, WorkerError, WorkerKilledError
 from minivllm.executor.worker_messages import RequestLedger, decode_to_worker, encode, to_request
 from minivllm.models import registry
 from minivllm.request import EngineCoreRequest
@@ -171,8 +171,9 @@ def test_a_rank_that_fails_while_others_wait_for_it_is_named(tiny_llama, rank, t
     processes = processes_of(llm)
     file.write_text(str(processes[rank].pid))
     start = time.monotonic()
-    with pytest.raises(EngineDeadError, match=f"^Rank {rank} of 2 failed: ZeroDivisionError: attention has failed$"):
+    with pytest.raises(EngineDeadError, match=f"^Rank {rank} of 2 failed: ZeroDivisionError: attention has failed$") as raised:
         llm.generate([[5, 6, 7]] * 2, LONG, use_tqdm=False)
+    assert not isinstance(raised.value, WorkerKilledError), "the others were killed because of it"
     assert time.monotonic() - start < NOTICED_SECONDS
     assert all_gone(processes)
 
@@ -218,6 +219,8 @@ def test_a_worker_that_is_gone_is_noticed(tiny_llama, what, when):
         with pytest.raises(EngineDeadError, match=expected):
             llm.generate([[5, 6, 7]] * 4, LONG, use_tqdm=False)
         assert time.monotonic() - sent[0] < NOTICED_SECONDS
+        with pytest.raises(WorkerKilledError):  # perhaps from outside: no request is blamed for it
+            executor.check_health()
     assert all_gone(processes)
 
 

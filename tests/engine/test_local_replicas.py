@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from minivllm.data_parallel import messages, processes
+from minivllm.data_parallel.engine_core_proc import Note
 from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied
 from minivllm.data_parallel.processes import LocalReplicas, RestartPolicy
 from minivllm.data_parallel.sockets import Sockets
@@ -25,6 +26,7 @@ class FakeProcess:
         self.process_id = 1000 + self.incarnation
         self.exit_status = self.ready_since = None
         self.was_killed = self.was_told = False
+        self.notes = set()
         self.started.append(self)
 
     def poll(self):
@@ -60,9 +62,10 @@ class Node:
     def started(self):
         return [process.rank for process in FakeProcess.started]
 
-    def end(self, status, lived=None, process=-1):
+    def end(self, status, lived=None, process=-1, notes=()):
         """The newest process, or another, ends. Returns what is told of it."""
         process = FakeProcess.started[process]
+        process.notes.update(notes)
         process.ready_since = None if lived is None else self.now - lived
         process.exit_status = status
         [died] = self.replicas.find_ended()
@@ -111,12 +114,37 @@ def test_one_that_keeps_dying_is_started_after_longer_and_longer_pauses_and_then
 
 
 def test_one_that_left_is_not_started_again_unless_it_was_to_return(node):
-    died = node.end(0, lived=1.0)
+    died = node.end(0, lived=1.0, notes=[Note.FAREWELL])
     assert (died.outlook, died.has_died, died.num_deaths) == ("gone", False, 0)
-    died = node.end(RETURN_STATUS, lived=1.0, process=0)
+    died = node.end(RETURN_STATUS, lived=1.0, process=0, notes=[Note.FAREWELL])
     assert (died.outlook, died.has_died, died.num_deaths) == ("starting", False, 0)
     node.replicas.find_ended()
     assert node.started == [2, 3, 2]
+
+
+@pytest.mark.parametrize("status", [0, RETURN_STATUS])
+def test_one_that_ends_without_a_farewell_has_died_whatever_its_exit_status(node, status):
+    died = node.end(status, lived=60.0)
+    assert (died.outlook, died.has_died, died.num_deaths) == ("starting", True, 1)
+    for _ in range(2):
+        node.now += 10.0
+        node.replicas.find_ended()
+        died = node.end(status)
+    node.now += 10.0
+    node.replicas.find_ended()
+    assert node.end(status).outlook == "given up"
+
+
+def test_deaths_that_are_blamed_on_requests_do_not_make_a_replica_be_given_up(node):
+    """Its own death with a suspect at once; the first one, when the request was not suspected yet, as soon as that has been given up."""
+    for _ in range(10):
+        assert node.end(-9, lived=1.0, notes=[Note.READY]).outlook == "starting"
+        node.now += 1.1
+        node.replicas.find_ended()
+        assert node.end(-11, lived=1.0, notes=[Note.READY, Note.HAS_SUSPECT, Note.DEATHS_EXPLAINED]).outlook == "starting"
+        count = len(node.started)
+        node.replicas.find_ended()
+        assert len(node.started) == count + 1, "at once"
 
 
 def test_without_restarts_who_dies_stays_dead(monkeypatch, tmp_path):

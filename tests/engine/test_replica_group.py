@@ -11,21 +11,30 @@ from minivllm import SamplingParams
 from minivllm.data_parallel.launcher import FrontendPlace
 from minivllm.data_parallel.messages import ReplicaDied
 from minivllm.data_parallel.replica_group import ReplicaGroup
-from minivllm.engine.core_messages import AddRequest, CoreFailed, CoreLost, CoreReady
+from minivllm.engine.core_messages import (
+    AbortClientRequests,
+    AddRequest,
+    CoreFailed,
+    CoreLost,
+    CoreReady,
+    DeathsExplained,
+    RequestsAborted,
+    RequestsResumed,
+)
 from minivllm.request import EngineCoreRequest
 
 
 class Group:
     """Replicas that are restarted, and what was sent to them."""
 
-    def __init__(self, size=1, is_first=True):
+    def __init__(self, size=1, is_first=True, client_count=2):
         parallel = SimpleNamespace(
             data_parallel_size=size, replica_timeout=10.0, failover_timeout=60.0, is_on_one_machine=True,
             data_parallel_routing="least-loaded", local_ranks=range(size),
         )  # fmt: skip
         config = SimpleNamespace(parallel_config=parallel, cache_config=SimpleNamespace(block_size=16))
         self.sent = []
-        place = FrontendPlace(0 if is_first else 1, 2, "", None, True, "", None)
+        place = FrontendPlace(0 if is_first else 1, client_count, "", None, True, "", None)
         self.group = ReplicaGroup(
             config, place, lambda rank, _, message: self.sent.append((rank, message)) or True, is_first=is_first
         )
@@ -67,13 +76,17 @@ def test_one_that_ends_without_a_word_is_given_up_for_how_its_process_ended():
 
 
 def test_a_request_that_kills_the_only_engine_is_told_so_in_words_for_one():
-    world = Group()
+    world = Group(client_count=1)
     request = EngineCoreRequest("r", [1, 2], SamplingParams(), 10, number=7)
-    for incarnation in (1, 2):
+    for incarnation in (1, 2, 3):
         world.begin(0, incarnation)
         if incarnation == 1:
             world.group.add_request(request)
         world.group.retry_pending()
+        if incarnation == 3:
+            assert world.sent[-1] == (0, AbortClientRequests(0, number=1)), "it is to be alone"
+            [resumed] = world.group.hear(incarnation, 1, RequestsAborted(0, number=1, engine_index=0))
+            assert resumed == RequestsResumed(0, 1)
         told = world.group.note_death(
             ReplicaDied(
                 0,
@@ -85,5 +98,8 @@ def test_a_request_that_kills_the_only_engine_is_told_so_in_words_for_one():
                 outlook="starting",
             )
         )
-    assert str(told[-1].error).endswith("The last was the engine: its process ended with status 1.")
-    assert sum(isinstance(message, AddRequest) for _, message in world.sent) == 2
+    assert str(told[-1].error).endswith("That was the engine: its process ended with status 1.")
+    sent = [message for _, message in world.sent if isinstance(message, AddRequest)]
+    assert [message.is_suspect for message in sent] == [False, True, True]
+    world.begin(0, 4)
+    assert world.sent[-1] == (0, DeathsExplained()), "the engine is not broken"

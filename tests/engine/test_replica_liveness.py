@@ -137,6 +137,11 @@ def test_a_death_is_told_once_whoever_tells_it_first(restarts):
     assert frontend.hear(Heartbeat(0, 100, 7)) == [], "sent before it ended"
 
 
+def test_a_worker_that_was_killed_may_have_been_killed_from_outside(frontend):
+    [lose] = frontend.hear(CoreFailed("", "Rank 1 was killed by SIGKILL.", was_killed=True))
+    assert lose.has_died and lose.was_killed
+
+
 def test_one_that_leaves_is_told_so_again_and_again_until_it_has_left(frontend):
     assert frontend.hear(CoreDraining()) == [Withdraw(0, PeerState.READY)]
     assert frontend.state() == "draining" and frontend.liveness.is_believed(0, 5)
