@@ -52,9 +52,15 @@ def main() -> int:
     """Makes the environment, or says in a sentence why it cannot be made."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--venv", default=".venv", help="the folder of the virtual environment (default: .venv)")
-    venv = Path(os.path.abspath(parser.parse_args().venv))  # noqa: PTH100 (resolve() would follow links)
+    minimum = "install the oldest versions that pyproject.toml allows, not those of constraints.txt"
+    parser.add_argument("--minimum", action="store_true", help=minimum)
+    parser.add_argument(
+        "--keep", nargs="*", default=[], metavar="PACKAGE", help="with --minimum: leave these at their pinned versions"
+    )
+    arguments = parser.parse_args()
+    venv = Path(os.path.abspath(arguments.venv))  # noqa: PTH100 (resolve() would follow links)
     try:
-        set_up(venv)
+        set_up(venv, minimum_constraints(arguments.keep) if arguments.minimum else "")
     except SetupError as error:
         print(error)
         return 1
@@ -67,14 +73,24 @@ def main() -> int:
     return 0
 
 
-def set_up(venv: Path) -> None:
-    """Makes the environment in a folder, unless it is there and made from the present pins.
+def minimum_constraints(keep: "list[str]") -> str:
+    """Constraints for the oldest versions that pyproject.toml allows, except of the packages to `keep`, which stay at their pins."""
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    kept = [line for line in pins.splitlines() if line.split("==")[0] in keep]
+    oldest = re.findall(
+        r'^    "([\w-]+)(?:\[\w+\])?>=([\w.]+)((?:;[^"]*)?)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return "\n".join([*kept, *("{}=={}{}".format(*one) for one in oldest if one[0] not in keep)]) + "\n"
+
+
+def set_up(venv: Path, constraints: str = "") -> None:
+    """Makes the environment in a folder, unless it is there and made from the present pins, or from other `constraints`.
 
     The stamp is written last. A folder without one was left by an unfinished setup and is recreated; one whose
     stamp has other pins is updated.
     """
     stamp = venv / STAMP
-    wanted = stamp_text(venv)
+    wanted = stamp_text(venv) + constraints
     found = stamp.read_text(encoding="utf-8") if stamp.exists() else ""
     usable = found.startswith(f"{venv}\n") and works(venv)
     if usable and found == wanted:
@@ -90,7 +106,10 @@ def set_up(venv: Path) -> None:
         problem = space_problem(shutil.disk_usage(str(venv)).free / 1e9)
         if problem:
             raise SetupError(problem)
-    steps = make_steps(venv, new=not usable)
+    pins = venv / "minimum.txt" if constraints else ROOT / "constraints.txt"
+    if constraints:
+        pins.write_text(constraints, encoding="utf-8")
+    steps = make_steps(venv, pins, new=not usable)
     print(f"Setting up {venv} with Python {platform.python_version()}. What is done is logged in {venv / LOG}", flush=True)
     for number, step in enumerate(steps, start=1):
         run_step(step, f"[{number}/{len(steps)}]", venv / LOG)
@@ -114,11 +133,11 @@ def works(venv: Path) -> bool:
         return False
 
 
-def make_steps(venv: Path, new: bool) -> "list[Step]":
-    """The steps to an environment, new or only brought up to date."""
+def make_steps(venv: Path, pins: Path, new: bool) -> "list[Step]":
+    """The steps to an environment, new or only brought up to date, with the versions in a file of constraints."""
     python = str(venv / "bin/python")
     install = [python, "-m", "pip", "install", *PIP_OPTIONS]
-    pinned = [*install, "-c", "constraints.txt"]
+    pinned = [*install, "-c", str(pins)]
     steps = [
         Step(
             "Installing the packages at their pinned versions (2 to 10 minutes; fetches 0.6 GB, or 3 GB with CUDA)",

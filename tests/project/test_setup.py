@@ -325,3 +325,29 @@ def test_the_workflow_runs_what_ci_runs():
     job = workflow["jobs"]["test"]
     assert {"run": ".ci/run"} in job["steps"]
     assert min(job["strategy"]["matrix"]["python"], key=lambda version: int(version.split(".")[1])) == "3.10"
+
+
+# -- the oldest versions -----------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_versions_are_the_floors_of_all_direct_dependencies():
+    lines = [Requirement(line) for line in setup_env.minimum_constraints([]).splitlines() if line]
+    floors = {canonicalize_name(line.name): str(line.specifier) for line in lines}
+    for requirement in direct_requirements():
+        [floor] = [one for one in requirement.specifier if one.operator == ">="]
+        assert floors[canonicalize_name(requirement.name)] == f"=={floor.version}"
+    assert len(floors) == len({canonicalize_name(requirement.name) for requirement in direct_requirements()})
+
+
+def test_a_package_can_keep_its_pin():
+    lines = setup_env.minimum_constraints(["torch", "triton"]).splitlines()
+    assert lines[0] == "torch==2.13.0" and not any(line.startswith("torch==2.6") for line in lines)
+
+
+def test_an_environment_of_the_oldest_versions_is_made_from_them(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(setup_env, "run_step", lambda step, number, log: commands.extend(step.commands))
+    setup_env.set_up(tmp_path / "env", setup_env.minimum_constraints([]))
+    pins = tmp_path / "env" / "minimum.txt"
+    assert "llguidance==1.7" in pins.read_text() and any(str(pins) in command for command in commands)
+    assert "constraints.txt" not in " ".join(word for command in commands for word in command)
