@@ -51,6 +51,7 @@ class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
         handshake_address, report_address, publish_address: Where it listens; port 0 is any free one.
         client_count, size: How many API servers there are, and how many replicas there may be.
         config_hash: Of the configuration that replicas must have.
+        node_id: The node whose ranks nobody else ever gets: that of the API servers.
         known: If it is started in place of one that has died: the addresses of all API servers, and of the one before.
     """
 
@@ -62,6 +63,7 @@ class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
     size: int
     config_hash: str
     log_level: int
+    node_id: str = ""
     known: NodeWelcome | None = None
 
 
@@ -75,29 +77,39 @@ class _Applicant:
 
 
 class RankHolders:
-    """Which node has which ranks. Two that have the same would take each other's messages."""
+    """Which node has which ranks: no two have the same. The node `own_id` has its ranks for good."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_id: str = "") -> None:
+        self._own_id = own_id
         self._heard: dict[str, float] = {}
         """By node: when it last said that it is alive."""
         self._ranks: dict[str, set[int]] = {}
 
-    def hear(self, node_id: str, ranks: Collection[int], now: float) -> None:
-        """A node has these ranks, and no others."""
+    def hear(self, node_id: str, ranks: Collection[int], now: float) -> bool:
+        """A node has these ranks, and no others, or so it says. False if another has got some of them: it was silent for too long."""
+        if node_id != self._own_id and self._find_holders(node_id, ranks, now):
+            self._heard.pop(node_id, None)
+            self._ranks.pop(node_id, None)
+            return False
         self._heard[node_id], self._ranks[node_id] = now, set(ranks)
-        for other in [other for other, heard in self._heard.items() if now - heard > HELD_SECONDS]:
+        for other in [other for other, heard in self._heard.items() if now - heard > HELD_SECONDS and other != self._own_id]:
             del self._heard[other], self._ranks[other]
+        return True
 
     def may_have(self, node_id: str, ranks: Collection[int], since: float, now: float) -> bool | None:
         """Whether a node may have ranks that it has wanted for a while. None: wait a little, their holder may be gone."""
-        holders = [
-            other
-            for other, held in self._ranks.items()
-            if other != node_id and held & set(ranks) and now - self._heard[other] < HELD_SECONDS
-        ]
-        if any(self._heard[other] > since for other in holders):
+        holders = self._find_holders(node_id, ranks, now)
+        if any(self._heard[other] > since or other == self._own_id for other in holders):
             return False
         return None if holders else True
+
+    def _find_holders(self, node_id: str, ranks: Collection[int], now: float) -> list[str]:
+        """Other nodes that have some of these ranks."""
+        return [
+            other
+            for other, held in self._ranks.items()
+            if other != node_id and held & set(ranks) and (now - self._heard[other] < HELD_SECONDS or other == self._own_id)
+        ]
 
 
 class DPCoordinatorProc:
@@ -106,11 +118,12 @@ class DPCoordinatorProc:
     def __init__(self, setup: CoordinatorSetup) -> None:
         self._setup = setup
         sockets = Sockets(setup.key)
-        self._handshake, _ = sockets.bind(zmq.ROUTER, setup.handshake_address, MAXMSGSIZE=MAX_HANDSHAKE_BYTES)
+        self._handshake, _ = sockets.bind(zmq.ROUTER, setup.handshake_address, MAXMSGSIZE=MAX_HANDSHAKE_BYTES, ROUTER_HANDOVER=1)
         self._reports, self._report_address = sockets.bind(zmq.PULL, setup.report_address, MAXMSGSIZE=MAX_HANDSHAKE_BYTES)
         self._publish, self._publish_address = sockets.bind(zmq.XPUB, setup.publish_address)
         self._refusals = RefusalLog(self._handshake)
-        self._holders, self._start = RankHolders(), time.monotonic()
+        self._holders, self._start = RankHolders(setup.node_id), time.monotonic()
+        self._epoch = 0
         self._frontends: dict[int, HelloFrontend] = {}
         if setup.known is not None:
             addresses = zip(setup.known.input_addresses, setup.known.output_addresses, strict=True)
@@ -151,7 +164,8 @@ class DPCoordinatorProc:
                     logger.error("Dropped a report that cannot be decoded: %s", error)
                     continue
                 if isinstance(report, NodeAlive):
-                    self._holders.hear(report.node_id, report.ranks, time.monotonic())
+                    if not self._holders.hear(report.node_id, report.ranks, time.monotonic()):
+                        self._refuse(report.node_id.encode(), report.ranks, "Another node has got these replicas meanwhile.")
                 elif isinstance(report, ReplicaDied):
                     self._publish.send(encode(report))
                     self._publisher.forget(report.engine_index)
@@ -178,7 +192,7 @@ class DPCoordinatorProc:
             self._frontends[message.client_index] = message
             self._answer(identity, FrontendWelcome(self._publish_address))
         elif reason := self._find_fault(message):
-            self._refuse(identity, message, reason)
+            self._refuse(identity, message.ranks, reason)
         else:
             self._applicants.append(_Applicant(identity, message, time.monotonic()))
 
@@ -199,14 +213,17 @@ class DPCoordinatorProc:
             self._applicants.remove(applicant)
             if may_have:
                 self._holders.hear(hello.node_id, hello.ranks, now)
-                self._answer(applicant.identity, NodeWelcome(inputs, outputs, self._report_address, time.perf_counter()))
+                self._epoch = max(
+                    self._epoch + 1, int(1000 * time.time())
+                )  # larger than that of a coordinator before this one, too
+                welcome = NodeWelcome(inputs, outputs, self._report_address, time.perf_counter(), self._epoch)
+                self._answer(applicant.identity, welcome)
             else:
-                self._refuse(
-                    applicant.identity, hello, "Another node has these replicas: choose another --data-parallel-start-rank."
-                )
+                reason = "Another node has these replicas: choose another --data-parallel-start-rank."
+                self._refuse(applicant.identity, hello.ranks, reason)
 
-    def _refuse(self, identity: bytes, hello: HelloNode, reason: str) -> None:
-        logger.warning("Refused replicas %s: %s", hello.ranks, reason)
+    def _refuse(self, identity: bytes, ranks: list[int], reason: str) -> None:
+        logger.warning("Refused replicas %s: %s", ranks, reason)
         self._answer(identity, Refused(reason))
 
     def _find_fault(self, hello: HelloNode) -> str | None:

@@ -99,11 +99,11 @@ class ReplicaLauncher:
         ]
         self.place = places[0]
         self._hash, log_level = hash_config(config), logging.getLogger().getEffectiveLevel()
+        self.node_id = uuid.uuid4().hex
         self._setup = CoordinatorSetup(
             handshake_address, self.place.address("reports"), f"ipc://{folder}/loads", key, client_count,
-            parallel.data_parallel_size, self._hash, log_level,
+            parallel.data_parallel_size, self._hash, log_level, self.node_id,
         )  # fmt: skip
-        self.node_id = uuid.uuid4().hex
         self._coordinator_due: float | None = None
         """When to start another coordinator in place of one that has died, in seconds of `time.monotonic`."""
         self._start_coordinator()

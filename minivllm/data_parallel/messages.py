@@ -60,12 +60,14 @@ class NodeWelcome(Message):
     Attributes:
         input_addresses, output_addresses: Sockets of each API server, in their order.
         clock: The time on the API servers' machine, in seconds of `time.perf_counter`.
+        epoch: Larger than that of any node that was welcomed before, for `ReplicaProcess.incarnation`.
     """
 
     input_addresses: list[str]
     output_addresses: list[str]
     report_address: str
     clock: float
+    epoch: int = 0
 
 
 class Refused(Message):
@@ -82,7 +84,8 @@ class LoadReport(Message):
 
 
 class NodeAlive(Message):
-    """A node has these ranks, whether their replicas run or not: no other node may take them."""
+    """A node has these ranks, whether their replicas run or not: no other node may take them. If one has, because this node was out of reach,
+    the coordinator answers with a `Refused` on the handshake socket."""
 
     node_id: str
     ranks: list[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -23,6 +24,8 @@ from minivllm.executor.processes import GRACE_SECONDS, ChildProcess, may_come_fr
 
 logger = logging.getLogger(__name__)
 
+EPOCH_SHIFT = 22
+"""Processes that a node may start before its incarnations reach those of a node that was welcomed a millisecond later: 4 million."""
 LAST_WORDS_SECONDS = 0.05
 """How long to wait for the last messages of a process that has ended."""
 NODE_SECONDS = 1.0
@@ -33,16 +36,17 @@ class ReplicaProcess(ChildProcess):
     """A replica of the model in a process.
 
     Attributes:
-        incarnation: Tells it from the processes that had its rank before, and have it after it: a later one has a larger number.
+        incarnation: Tells it from the processes that had its rank before, and have it after it: a later one has a larger number, and so has
+            one of a node that got the rank later, whatever the time is there.
         ready_since: When it was ready, in seconds of `time.monotonic`, as far as `poll` has noticed; None before.
         notes: What it has written into its pipe, as far as `poll` has noticed.
     """
 
     def __init__(self, setup: ReplicaSetup, num_threads: int, gpus: str | None = None) -> None:
-        self.incarnation = time.time_ns()
+        self.incarnation = setup.incarnation
         self._pipe, theirs = os.pipe()
         self._close = weakref.finalize(self, os.close, self._pipe)
-        setup = msgspec.structs.replace(setup, incarnation=self.incarnation, notes_descriptor=theirs)
+        setup = msgspec.structs.replace(setup, notes_descriptor=theirs)
         try:
             super().__init__("minivllm.data_parallel.engine_core_proc", setup, num_threads, (theirs,), gpus)
         finally:
@@ -150,6 +154,7 @@ class LocalReplicas:
         self._num_threads = num_threads or max(1, torch.get_num_threads() // max(1, len(ranks)))
         log_level = logging.getLogger().getEffectiveLevel()
         self._setup = ReplicaSetup(config.to_bytes(), socket_folder, log_level, addresses, sockets.key, clock_offset)
+        self._incarnations = itertools.count(addresses.epoch << EPOCH_SHIFT)
         self._gpus: dict[int, str] = {}
         if config.worker_config.device != "cpu" and torch.cuda.device_count() > 1:
             self._gpus = divide_gpus(ranks, config.parallel_config.tensor_parallel_size, visible_gpus())
@@ -162,7 +167,7 @@ class LocalReplicas:
 
     def _start_one(self, rank: int) -> None:
         place = self._places[rank]
-        setup = msgspec.structs.replace(self._setup, engine_index=rank)
+        setup = msgspec.structs.replace(self._setup, engine_index=rank, incarnation=next(self._incarnations))
         place.due, place.process = None, ReplicaProcess(setup, self._num_threads, self._gpus.get(rank))
 
     @property
@@ -219,7 +224,7 @@ class LocalReplicas:
         """A process could not be started. That counts like one that has died soon."""
         outlook = self._plan_restart(rank, place, None)
         end = f"its process could not be started: {error.strerror}"
-        return ReplicaDied(rank, time.time_ns(), end, True, False, place.num_deaths, outlook)
+        return ReplicaDied(rank, next(self._incarnations), end, True, False, place.num_deaths, outlook)
 
     def _plan_restart(self, rank: int, place: _Place, lived: float | None, *, had_suspect: bool = False) -> str:
         """A process has died. Returns what follows: "starting", "given up" or "gone". If it had a suspect, that is what its end is blamed on."""

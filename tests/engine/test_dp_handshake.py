@@ -129,6 +129,30 @@ def test_a_rank_belongs_to_its_node_for_as_long_as_that_is_alive(coordinator):
     assert 0.5 * HELD_SECONDS < time.monotonic() - start < 2 * HELD_SECONDS
 
 
+def test_a_node_that_has_lost_its_ranks_is_told_when_it_is_heard_again_and_theirs_are_later(coordinator):
+    """It was cut off, and another has taken its place."""
+    with coordinator.sockets.connect(zmq.DEALER, coordinator.address, LINGER=0, IDENTITY=b"first") as first:
+        first.send(messages.encode(HelloNode(VERSION, "right", [1, 2], "first")))
+        assert first.poll(10_000)
+        welcome = messages.decode_from_handshake(first.recv())
+        reports = coordinator.sockets.connect(zmq.PUSH, welcome.report_address)
+        second = coordinator.node(2, 3, node_id="second")
+        assert second.epoch > welcome.epoch, "so its processes have larger incarnations, whatever the time is there"
+        reports.send(messages.encode(NodeAlive("second", [2, 3])))
+        reports.send(messages.encode(NodeAlive("first", [1, 2])))
+        assert first.poll(10_000)
+        assert "Another node has got these replicas" in messages.decode_from_handshake(first.recv()).message
+
+
+def test_nobody_gets_the_ranks_of_the_api_servers_own_node_however_long_that_is_silent():
+    holders = RankHolders("own")
+    holders.hear("own", [0, 1], 0.0)
+    holders.hear("other", [2], 100.0)
+    assert holders.may_have("other", [1, 2], 99.0, 100.0) is False
+    assert not holders.hear("other", [1, 2], 100.0)
+    assert holders.hear("own", [0, 1], 101.0)
+
+
 @pytest.mark.parametrize(
     ("others", "since", "may_have"),
     [

@@ -50,7 +50,7 @@ class Node:
         monkeypatch.setattr(FakeProcess, "started", [])
         monkeypatch.setattr(processes, "ReplicaProcess", FakeProcess)
         monkeypatch.setattr(processes, "LAST_WORDS_SECONDS", 0.0)
-        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: self.now, time_ns=lambda: 10**9))
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: self.now))
         parallel = SimpleNamespace(data_parallel_size=4, local_ranks=range(2, 4), max_replica_deaths=3, tensor_parallel_size=1)
         config = SimpleNamespace(parallel_config=parallel, worker_config=SimpleNamespace(device="cpu"), to_bytes=lambda: b"")
         self.sockets = Sockets()

@@ -57,8 +57,8 @@ def run_headless(args: EngineArgs, *, restart: bool) -> int:
     sockets = Sockets(key)
     try:
         address = tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)
-        connection = _Connection(sockets, address)
         node_id = uuid.uuid4().hex
+        connection = _Connection(sockets, address, node_id)
         welcome = connection.introduce(HelloNode(VERSION, hash_config(config), list(parallel.local_ranks), node_id), stop)
         if welcome is None:
             return 0
@@ -89,9 +89,9 @@ class _Connection:
 
     EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
-    def __init__(self, sockets: Sockets, address: str) -> None:
+    def __init__(self, sockets: Sockets, address: str, node_id: str) -> None:
         self._address = address
-        self._socket = sockets.make(zmq.DEALER, LINGER=0)
+        self._socket = sockets.make(zmq.DEALER, LINGER=0, IDENTITY=node_id.encode())
         self._monitor = self._socket.get_monitor_socket(self.EVENTS)
         sockets.connect_to(self._socket, address)
         self.lost_since: float | None = time.monotonic()
@@ -120,6 +120,12 @@ class _Connection:
             is_there = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.lost_since = None if is_there else (self.lost_since or time.monotonic())
 
+    def find_refusal(self) -> str | None:
+        """Why the API server wants the replicas no longer, if it does not."""
+        if self._socket.poll(0) and isinstance(answer := messages.decode_from_handshake(self._socket.recv()), Refused):
+            return answer.message
+        return None
+
 
 def _supervise(replicas: LocalReplicas, connection: _Connection, stop: _Signals) -> int:
     is_draining = False
@@ -127,6 +133,9 @@ def _supervise(replicas: LocalReplicas, connection: _Connection, stop: _Signals)
         while not replicas.is_done:
             time.sleep(POLL_MS / 1000)
             connection.check()
+            if reason := connection.find_refusal():
+                say(f"minivllm: the replicas of this machine end. {reason}")
+                return 1
             if stop.count and not is_draining:
                 is_draining = True
                 say("minivllm: the replicas finish what they have; Ctrl-C again ends them now.")
