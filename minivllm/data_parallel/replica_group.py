@@ -62,7 +62,8 @@ class ReplicaGroup:
         self._place, self._send_to, self._is_first = place, send, is_first
         self._size, self._timeout = parallel.data_parallel_size, parallel.replica_timeout
         self._is_on_one_machine = parallel.is_on_one_machine
-        router = make_router(parallel.data_parallel_routing, place.client_count, place.client_index)
+        max_num_seqs = config.scheduler_config.max_num_seqs
+        router = make_router(parallel.data_parallel_routing, place.client_count, place.client_index, max_num_seqs)
         self.table = RequestTable(router, config.cache_config.block_size)
         self.failover = Failover(self.table, self._send_request, self._clear, parallel.failover_timeout, place.client_count)
         self.liveness = ReplicaLiveness(self._size, self._timeout, restarts=place.restarts, expected=parallel.local_ranks)

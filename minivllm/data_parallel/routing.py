@@ -2,7 +2,7 @@
 
     RoundRobinRouter    one after the other
     LeastLoadedRouter   the least busy, as vLLM's `DPLBAsyncMPClient.get_core_engine_for_request`
-    PrefixAwareRouter   where most of the prompt is cached, unless the loads are too uneven: the rule of SGLang's router
+    PrefixAwareRouter   where least of the prompt is left to compute, and least else is to be done: as in Dynamo's KV router
 
 No sockets here, so that the server and the simulator decide alike.
 """
@@ -38,10 +38,11 @@ class Router(ABC):
     Args:
         client_count: API servers, each with a router of its own, that send requests to the same replicas.
         client_index: Which of them this is.
+        max_num_seqs: Sequences that a replica runs at once.
     """
 
-    def __init__(self, client_count: int = 1, client_index: int = 0) -> None:
-        self.client_count, self.client_index = client_count, client_index
+    def __init__(self, client_count: int = 1, client_index: int = 0, max_num_seqs: int = 256) -> None:
+        self.client_count, self.client_index, self.max_num_seqs = client_count, client_index, max_num_seqs
         self.num_in_flight: list[int] = []
         self._loads: list[ReplicaLoad] = []
         self._scores: list[float] = []
@@ -142,28 +143,41 @@ class LeastLoadedRouter(Router):
 
 
 class PrefixAwareRouter(LeastLoadedRouter):
-    """The replica that has most of the prompt in its prefix cache, as far as this client knows from what it has sent.
+    """The replica where a prompt costs least: the tokens that it would have to compute there, and `TOKENS_PER_REQUEST` for each request that is there.
 
-    Where too little is cached, or the loads are too uneven, the least loaded one. Prompts are compared in pieces of `chunk_size` tokens.
+    But one that is too busy only if all are: where it would wait for a place, or far busier than the least busy one. What is cached where is what
+    this client knows from what it has sent; prompts are compared in pieces of `chunk_size` tokens.
     """
 
     MIN_MATCH = 0.3
-    """The part of a prompt that must be cached to be worth going there."""
-    MAX_DIFFERENCE, MAX_RATIO = 64, 1.5
-    """Loads are too uneven if the replica's score exceeds the least one by more than this difference and by more than this factor. (SGLang
-    compares the greatest score of all with the least; but what matters is how busy this replica is.)"""
+    """The part of a prompt that must be cached to count."""
+    TOKENS_PER_REQUEST = 32
+    """What a request at a replica (by `load_score`) counts, in tokens to compute: a beginning of 512 cached tokens outweighs 16 requests."""
+    MAX_DIFFERENCE, MAX_RATIO = 16, 1.5
+    """A replica is far busier if its score exceeds the least one by more than this difference and by more than this factor, however much it has
+    cached: the others will have it, too, once it has been sent there."""
 
-    def __init__(self, client_count: int = 1, client_index: int = 0, *, chunk_size: int = 128) -> None:
-        super().__init__(client_count, client_index)
+    def __init__(self, client_count: int = 1, client_index: int = 0, max_num_seqs: int = 256, *, chunk_size: int = 128) -> None:
+        super().__init__(client_count, client_index, max_num_seqs)
         self._tree = PrefixTree()
         self._chunk_size = chunk_size
 
     def choose(self, prompt_token_ids: Sequence[int], cache_salt: str | None) -> int:
-        """The replica with the best match, or the least loaded one."""
+        """The replica where the prompt costs least."""
         prefixes = hash_prefixes(prompt_token_ids, self._chunk_size, cache_salt)
-        replica = self._find_cached(prompt_token_ids, prefixes)
-        if replica is None:
-            replica = super().choose(prompt_token_ids, cache_salt)
+        least_loaded = super().choose(prompt_token_ids, cache_salt)
+        cached = {least_loaded: self._tree.length_at(least_loaded, prefixes)} | self._tree.find(prefixes, self._is_open)
+        min_length = self.MIN_MATCH * len(prompt_token_ids) / self._chunk_size
+        least = self._scores[least_loaded]
+        most = max(least + self.MAX_DIFFERENCE, least * self.MAX_RATIO)
+
+        def cost(replica: int) -> tuple[bool, float, float]:
+            score, length = self._scores[replica], cached[replica]
+            is_too_busy = score > most or score >= self.max_num_seqs > least
+            saved = length * self._chunk_size if length > min_length else 0
+            return is_too_busy, score * self.TOKENS_PER_REQUEST - saved, score
+
+        replica = min(cached, key=cost)
         self._tree.insert(prefixes, replica)
         return replica
 
@@ -171,18 +185,6 @@ class PrefixAwareRouter(LeastLoadedRouter):
         """As for `Router`. Nothing is cached there."""
         super().open(replica, cache_tokens)
         self._tree.open(replica, max(1, cache_tokens // self._chunk_size))
-
-    def _find_cached(self, prompt_token_ids: Sequence[int], prefixes: list[int]) -> int | None:
-        length, holders = self._tree.find(prefixes, self._is_open)
-        if length * self._chunk_size <= self.MIN_MATCH * len(prompt_token_ids):
-            return None
-        replica = min(holders, key=self._scores.__getitem__)
-        score = self._scores[replica]
-        if score > self.MAX_DIFFERENCE:  # else it cannot be by so much above the least, which is 0 or more
-            least = min(self._scores)
-            if score - least > self.MAX_DIFFERENCE and score > self.MAX_RATIO * least:
-                return None
-        return replica
 
 
 class PrefixTree:
@@ -216,14 +218,23 @@ class PrefixTree:
             node, _ = nodes.popitem(last=False)
             self._drop(node, replica)
 
-    def find(self, prefixes: list[int], is_open: Sequence[bool]) -> tuple[int, list[int]]:
-        """The longest prefix of a prompt that open replicas have, in nodes, and the replicas that have it, most recently used first."""
+    def find(self, prefixes: list[int], is_open: Sequence[bool]) -> dict[int, int]:
+        """How much of a prompt open replicas have, in nodes: those that have most, and of those that have the same the ones that used it last."""
+        found: dict[int, int] = {}
         num_known = next((i for i, node in enumerate(prefixes) if node not in self._holders), len(prefixes))
+        num_holders = 0  # of the longer prefix: all of them have the shorter one, too
         for length in range(num_known, 0, -1):
             holders = self._holders[prefixes[length - 1]]
-            if found := list(islice((replica for replica in reversed(holders) if is_open[replica]), self.MOST_FOUND)):
-                return length, found
-        return 0, []
+            if len(holders) > num_holders:
+                num_holders = len(holders)
+                new = (replica for replica in reversed(holders) if is_open[replica] and replica not in found)
+                found |= dict.fromkeys(islice(new, self.MOST_FOUND - len(found)), length)
+        return found
+
+    def length_at(self, replica: int, prefixes: list[int]) -> int:
+        """How much of a prompt a replica has, in nodes."""
+        nodes = self._nodes[replica]
+        return next((i for i, node in enumerate(prefixes) if node not in nodes), len(prefixes))
 
     def open(self, replica: int, capacity: int) -> None:
         """A replica has nothing cached, and room for `capacity` nodes."""
@@ -288,7 +299,7 @@ class LoadPublisher:
 ROUTERS: dict[str, type[Router]] = dict(zip(ROUTINGS, (LeastLoadedRouter, PrefixAwareRouter, RoundRobinRouter), strict=True))
 
 
-def make_router(routing: str, client_count: int = 1, client_index: int = 0) -> Router:
+def make_router(routing: str, client_count: int = 1, client_index: int = 0, max_num_seqs: int = 256) -> Router:
     """The router of this name, with the arguments of `Router`. Raises ConfigError if there is none."""
     check_choice("data_parallel_routing", routing, ROUTINGS)
-    return ROUTERS[routing](client_count, client_index)
+    return ROUTERS[routing](client_count, client_index, max_num_seqs)

@@ -192,7 +192,8 @@ def simulate_replicas(
     replicas = [SimulatedReplica(engine) for engine in engines]
     run = ReplicaRun(routing=routing, num_replicas=num_replicas)
     tally = Tally(run, LatencyHistogram, goals, num_replicas)
-    run_requests(queue, replicas, make_router(routing), tally, progress_total=progress_total)
+    router = make_router(routing, max_num_seqs=engines[0].scheduler_config.max_num_seqs)
+    run_requests(queue, replicas, router, tally, progress_total=progress_total)
     run.itl = tally.itl.distribution()
     run.requests = tally.requests
     run.prefix_hit_rate = tally.num_cached_tokens / run.prompt_tokens

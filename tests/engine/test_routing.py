@@ -129,19 +129,73 @@ def test_a_short_match_or_another_salt_is_no_reason_to_go_there():
     assert router.route([1] * 256, "mine") == home
 
 
-def test_a_match_at_a_replica_that_is_far_too_busy_is_left():
+def routed_with(scores, prompt, home=0, **options):
+    """Where a prompt that one replica has cached goes, with these scores."""
+    router = opened("prefix-aware", len(scores), **options)
+    while router.route(prompt) != home:
+        pass
+    for replica in range(len(scores)):
+        if replica != home:
+            router.open(replica)  # the others have nothing cached
+        router.update(replica, ReplicaLoad(0, scores[replica], 0.0))
+    router.num_in_flight[home] = 0
+    router.update(home, ReplicaLoad(0, scores[home], 0.0))
+    return router.route(prompt)
+
+
+@pytest.mark.parametrize(
+    ("scores", "length", "options", "goes_home"),
+    [
+        ([8, 0], 256, {}, False),  # eight requests outweigh 256 tokens
+        ([7, 0], 256, {}, True),
+        ([15, 0], 512, {}, True),  # the longer the match, the more
+        ([16, 0], 4096, {}, True),
+        ([17, 0], 4096, {}, False),  # but not without limit
+        ([60, 40], 4096, {}, True),  # which is a factor where all are busy
+        ([61, 40], 4096, {}, False),
+        ([7, 0], 4096, {"max_num_seqs": 8}, True),
+        ([8, 0], 4096, {"max_num_seqs": 8}, False),  # no place is free, and elsewhere there is
+        ([9, 8], 4096, {"max_num_seqs": 8}, True),  # it must wait anyway
+        ([90, 8], 4096, {"max_num_seqs": 8}, False),
+    ],
+)
+def test_a_match_outweighs_some_more_requests_but_no_lack_of_places(scores, length, options, goes_home):
+    assert (routed_with(scores, [1] * length, **options) == 0) == goes_home
+
+
+@pytest.mark.parametrize("length", [200, 512, 2048, 8192])
+@pytest.mark.parametrize("max_num_seqs", [8, 256])
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_requests_that_share_a_beginning_are_spread_when_one_replica_gets_busy(num_replicas, max_num_seqs, length):
+    router, rng = opened("prefix-aware", num_replicas, max_num_seqs=max_num_seqs), random.Random(0)
+    for _ in range(60):
+        router.route([1] * length + [rng.randrange(1000) for _ in range(40)])
+    assert sum(router.num_in_flight) == 60
+    assert max(router.num_in_flight) <= 60 / num_replicas + 2
+    assert min(router.num_in_flight) >= 9
+
+
+def test_requests_that_share_a_beginning_stay_together_while_there_are_few():
+    router, rng = opened("prefix-aware", 4), random.Random(0)
+    homes = [router.route([1] * 512 + [rng.randrange(1000) for _ in range(40)]) for _ in range(9)]
+    assert len(set(homes)) == 1
+
+
+def test_of_two_matches_the_longer_one_wins_unless_its_replica_is_busier():
     router = opened("prefix-aware", 2)
-    home = router.route([1] * 256)
-    router.update(home, ReplicaLoad(0, 64, 0.0))
-    assert router.route([1] * 256) == home
-    router.update(home, ReplicaLoad(0, 65, 0.0))
-    router.update(1 - home, ReplicaLoad())
-    assert router.route([1] * 256) == 1 - home
-    router = opened("prefix-aware", 2)
-    home = router.route([1] * 256)
-    router.update(home, ReplicaLoad(0, 270, 0.0))  # many more, but not by the factor
-    router.update(1 - home, ReplicaLoad(0, 200, 0.0))
-    assert router.route([1] * 256) == home
+    router.close(1)
+    router.route([1] * 1024)
+    router.open(1)
+    router.close(0)
+    router.route([1] * 768)
+    router._is_open[0] = True
+    for score, chosen in ((0, 0), (7, 0), (8, 1)):  # 256 tokens count as much as 8 requests
+        router.update(0, ReplicaLoad(0, 1 + score, 0.0))
+        router.update(1, ReplicaLoad(0, 1, 0.0))
+        assert router._tree.find(hash_prefixes([1] * 1024, 128), [True, True]) == {0: 8, 1: 6}
+        replica = router.route([1] * 1024)
+        assert replica == chosen
+        router.finish(replica)
 
 
 def test_a_replica_that_comes_back_has_nothing_cached():
@@ -173,9 +227,10 @@ def test_the_tree_remembers_what_each_replica_used_last(inserted, capacity):
         prefixes = hash_prefixes(tokens, 1)
         known = [{replica for replica in range(3) if node in used[replica]} for node in prefixes]
         expected = next((i for i, holders in enumerate(known) if not holders), len(known))
-        length, holders = tree.find(prefixes, open_)
-        assert length == expected
-        assert set(holders) == (known[length - 1] if length else set())
+        lengths = {replica: sum(replica in holders for holders in known) for replica in range(3)}
+        assert max(lengths.values()) == expected
+        assert tree.find(prefixes, open_) == {replica: length for replica, length in lengths.items() if length}
+        assert {replica: tree.length_at(replica, prefixes) for replica in range(3)} == lengths
     for replica in range(3):
         tree.open(replica, capacity)
     assert not tree._holders and not any(tree._nodes.values())
