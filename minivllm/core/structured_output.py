@@ -309,7 +309,7 @@ def write_grammar(params: StructuredOutputsParams) -> str:
 
     try:
         if params.json is not None:
-            return LLMatcher.grammar_from_json_schema(json.dumps(without_annotations(json.loads(params.json))), JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema(json.dumps(without_annotations(json.loads(str(params.json)))), JSON_OPTIONS)
         if params.json_object:
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', JSON_OPTIONS)
         if params.regex is not None:

@@ -120,11 +120,9 @@ class RequestState:
                 if new.finish_reason is None:
                     stopped.append(StoppedSequence(self.request.request_id, self.request.number, new.index, stop))
             elif new.finish_reason is not None:
-                reason = (
-                    new.stop_reason
-                    if new.stop_reason is None
-                    else self.request.special_stops.get(new.stop_reason, new.stop_reason)
-                )
+                reason = new.stop_reason
+                if isinstance(reason, int):  # of a special token, perhaps, whose text the request gave as a stop string
+                    reason = self.request.special_stops.get(reason, reason)
                 text.output.finish_reason, text.output.stop_reason = new.finish_reason, reason
                 if isinstance(reason, str) and self.params.include_stop_str_in_output:
                     text.output.text += reason

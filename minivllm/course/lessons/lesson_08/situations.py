@@ -64,8 +64,8 @@ class Letters:
         """Whether it is a token's id."""
         return 0 <= token_id < VOCAB_SIZE
 
-    def encode(self, text: str) -> list[int]:
-        """One token for each letter."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """One token for each letter, and no special ones."""
         return [next((i for i, part in _BYTES.items() if part == c.encode()), 27) for c in text]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
