@@ -121,7 +121,7 @@ class DPCoordinatorProc:
         self._handshake, _ = sockets.bind(zmq.ROUTER, setup.handshake_address, MAXMSGSIZE=MAX_HANDSHAKE_BYTES, ROUTER_HANDOVER=1)
         self._reports, self._report_address = sockets.bind(zmq.PULL, setup.report_address, MAXMSGSIZE=MAX_HANDSHAKE_BYTES)
         self._publish, self._publish_address = sockets.bind(zmq.XPUB, setup.publish_address)
-        self._refusals = RefusalLog(self._handshake)
+        self._refusals = [RefusalLog(socket) for socket in (self._handshake, self._reports)]
         self._holders, self._start = RankHolders(setup.node_id), time.monotonic()
         self._epoch = 0
         self._frontends: dict[int, HelloFrontend] = {}
@@ -136,17 +136,17 @@ class DPCoordinatorProc:
     def run(self) -> None:
         """Serve until the process ends."""
         poller = zmq.Poller()
-        for socket in (self._handshake, self._reports, self._refusals.monitor, self._publish):
+        for socket in (self._handshake, self._reports, self._publish, *(refusals.monitor for refusals in self._refusals)):
             poller.register(socket, zmq.POLLIN)
         while True:
             wait = max(0.0, self._publisher.due - time.monotonic())
-            if self._applicants:
+            if self._applicants or any(refusals.is_full for refusals in self._refusals):
                 wait = min(wait, 0.2)
             events = dict(poller.poll(1 + int(1000 * wait)))
             if self._reports in events:
                 self._take_reports()
-            if self._refusals.monitor in events:
-                self._refusals.take()
+            for refusals in self._refusals:
+                refusals.take()
             if self._handshake in events:
                 self._shake_hands(self._handshake.recv_multipart())
             self._answer_applicants()

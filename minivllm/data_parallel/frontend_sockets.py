@@ -20,7 +20,7 @@ from minivllm.data_parallel.messages import (
     read_header,
     read_identity,
 )
-from minivllm.data_parallel.sockets import Sockets
+from minivllm.data_parallel.sockets import RefusalLog, Sockets
 from minivllm.engine.core_messages import FromCore, ToCore, decode_from_core, encode
 from minivllm.errors import ConfigError, EngineDeadError
 
@@ -53,6 +53,7 @@ class FrontendSockets:
             host = parallel.data_parallel_address
             raise ConfigError(f"data_parallel_address is {host}, where this machine cannot listen ({error.strerror}).") from None
         self._outputs, output_address = self._sockets.bind(zmq.PULL, self._place.address("outputs"), RCVHWM=0)
+        self._refusals = [RefusalLog(socket) for socket in (self._requests, self._outputs)] if self._place.key else []
         hello = HelloFrontend(self._place.client_index, input_address, output_address)
         with self._sockets.connect(zmq.DEALER, self._place.handshake_address, LINGER=0) as handshake:
             if self._launcher is not None:
@@ -94,6 +95,8 @@ class FrontendSockets:
 
     def take_hellos(self) -> list[tuple[int, int]]:
         """The rank and the incarnation of each process that has connected since the last call."""
+        for refusals in self._refusals:
+            refusals.take()
         hellos = []
         while self._requests.poll(0):
             if (identity := read_identity(self._requests.recv_multipart()[0])) is not None:

@@ -141,7 +141,11 @@ class ReplicaLauncher:
             self._coordinator_due = now + (self._coordinator_policy.next_pause(now - self._coordinator_since) or 0.0)
             return end
         if self._coordinator_due is not None and now >= self._coordinator_due:
-            self._start_coordinator()
+            try:
+                self._start_coordinator()
+            except OSError as error:  # no memory, no process, no file
+                self._coordinator_due = now + (self._coordinator_policy.next_pause(None) or 0.0)
+                return f"could not be started again ({error.strerror})"
         return None
 
     def _start_coordinator(self) -> None:

@@ -34,6 +34,10 @@ MAX_MESSAGE_BYTES, MAX_HANDSHAKE_BYTES = 64 * 2**20, 64 * 2**10
 """Longer messages end their connection: a peer without a key must not fill the memory."""
 
 
+HANDSHAKE_SECONDS, MAX_STRANGERS = 5.0, 64
+"""How long a connection may take to show a key, and how many that have not may be there: each takes a file descriptor."""
+
+
 class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A CURVE key pair, as text. All ends use the same."""
 
@@ -114,6 +118,7 @@ class Sockets:
         if self.key is not None:
             self._start_authenticator()
             made.setsockopt(zmq.CURVE_SERVER, 1)
+            made.setsockopt(zmq.HANDSHAKE_IVL, int(1000 * HANDSHAKE_SECONDS))
             made.setsockopt(zmq.ZAP_DOMAIN, b"minivllm")
             made.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without the authenticator all are refused, not accepted
         _watch_over_tcp(made, address)
@@ -175,22 +180,58 @@ def _watch_over_tcp(made: zmq.Socket[bytes], address: str) -> None:
 
 
 class RefusalLog:
-    """Logs connections to a listening socket that were refused: with another key, or that speak another protocol."""
+    """Logs connections to a listening socket that were refused: with another key, or that speak another protocol. If too many have not shown
+    a key yet, the socket takes no new ones until these have had their time. Those that are there stay."""
 
-    EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    EVENTS = (
+        zmq.EVENT_ACCEPTED
+        | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    )
     PAUSE_SECONDS = 10.0
     """Not more than one line in this time: who is refused tries again."""
 
     def __init__(self, watched: zmq.Socket[bytes]) -> None:
         self.monitor = watched.get_monitor_socket(self.EVENTS)
         self._count, self._said = 0, -math.inf
+        self._socket, self._num_strangers = watched, 0
+        endpoint = watched.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self._address = endpoint.rstrip(b"\0").decode()
+        self._listens_from: float | None = None
+        """When to listen again; None while it listens."""
 
     def take(self) -> None:
-        """Count what there is, and log it now and then."""
+        """Count what there is, and log it now and then. Call this often, in the thread of the socket."""
         while self.monitor.poll(0):
-            endpoint = recv_monitor_message(self.monitor)["endpoint"].decode()
+            message = recv_monitor_message(self.monitor)
+            endpoint, event = message["endpoint"].decode(), message["event"]
+            self._num_strangers = max(0, self._num_strangers + (1 if event == zmq.EVENT_ACCEPTED else -1))
+            if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED):
+                continue
             self._count += 1
             if time.monotonic() - self._said > self.PAUSE_SECONDS:
                 times = "once" if self._count == 1 else f"{self._count} times"
                 logger.warning("Refused a connection to %s, %s: it has another key, or none, or is no replica.", endpoint, times)
                 self._count, self._said = 0, time.monotonic()
+        self._limit_strangers(time.monotonic())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it takes no new connections."""
+        return self._listens_from is not None
+
+    def _limit_strangers(self, now: float) -> None:
+        if self._listens_from is None and self._num_strangers > MAX_STRANGERS and self._address.startswith("tcp:"):
+            logger.warning("More than %d connections to %s show no key: no new ones for a moment.", MAX_STRANGERS, self._address)
+            self._socket.unbind(self._address)
+            self._listens_from = now + HANDSHAKE_SECONDS
+        elif self._listens_from is not None and now >= self._listens_from:
+            try:
+                self._socket.bind(self._address)
+            except zmq.ZMQError:  # no file descriptor is left, or the port is still in use
+                self._listens_from = now + 1.0
+            else:
+                self._listens_from, self._num_strangers = None, 0

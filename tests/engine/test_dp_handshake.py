@@ -25,7 +25,7 @@ from minivllm.data_parallel.messages import (
     Refused,
     ReplicaDied,
 )
-from minivllm.data_parallel.sockets import KeyPair, Sockets, check_may_listen, load_key_file, make_key_file
+from minivllm.data_parallel.sockets import HANDSHAKE_SECONDS, KeyPair, Sockets, check_may_listen, load_key_file, make_key_file
 from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.errors import ConfigError
 from minivllm.executor.processes import ChildProcess
@@ -198,6 +198,28 @@ def test_without_the_key_nobody_gets_in(coordinator):
         thief.send(messages.encode(HelloNode(VERSION, "right", [0], "node")))
         assert not thief.poll(500)
     assert isinstance(coordinator.node(0), NodeWelcome)
+
+
+def test_strangers_that_only_connect_take_no_more_than_some_descriptors_and_friends_stay(coordinator):
+    """Two hundred idle connections: who is there stays, and who comes later gets in when they have had their time."""
+    with coordinator.sockets.connect(zmq.DEALER, coordinator.address, LINGER=0) as friend:
+        friend.send(messages.encode(HelloNode(VERSION, "right", [1], "friend")))
+        assert isinstance(messages.decode_from_handshake(friend.recv()), NodeWelcome)
+        strangers = []
+        for _ in range(200):
+            try:
+                strangers.append(socket.create_connection(("127.0.0.1", coordinator.port)))
+            except OSError:
+                break
+            time.sleep(0.002)
+        assert "show no key: no new ones for a moment" in coordinator.published(CoordinatorLog).text
+        with pytest.raises(OSError):
+            strangers.append(socket.create_connection(("127.0.0.1", coordinator.port)))
+        friend.send(messages.encode(HelloNode(VERSION, "right", [1], "friend")))
+        assert isinstance(messages.decode_from_handshake(friend.recv()), NodeWelcome)
+        assert isinstance(coordinator.node(2, node_id="later", seconds=4 * HANDSHAKE_SECONDS), NodeWelcome)
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_a_handshake_that_was_overheard_is_of_no_use(coordinator):
