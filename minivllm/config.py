@@ -18,6 +18,8 @@ QUANTIZATIONS = ("int8",)
 EXECUTOR_BACKENDS = ("uni", "mp")
 ROUTINGS = ("least-loaded", "prefix-aware", "round-robin")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+LONGEST_WHOLE_PROMPT = 65_536
+"""Tokens of a context beyond which prefill is chunked unless told otherwise: the activations of one step would take many gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,10 @@ class EngineArgs:
         "Maximum number of tokens per step. None: 2,048, or max_model_len if that is larger and prefill is not chunked; "
         "`minivllm serve` on a CPU: 256, or max_num_seqs + 128 if that is larger.",
     )
-    enable_chunked_prefill: bool = _arg(False, "Mix decodes and prefill chunks in one step.")
+    enable_chunked_prefill: bool | None = _arg(
+        None,
+        f"Mix decodes and prefill chunks in one step. None: if max_model_len is more than {LONGEST_WHOLE_PROMPT:,}; `minivllm serve`: always.",
+    )
     scheduling_policy: str = _arg("fcfs", '"fcfs" or "priority".')
     priority_preemption: bool = _arg(
         True,
@@ -335,12 +340,13 @@ class EngineArgs:
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part of the arguments, for a model of this length."""
-        max_num_batched_tokens = self.max_num_batched_tokens
+        max_num_batched_tokens, is_chunked = self.max_num_batched_tokens, self.enable_chunked_prefill
+        if is_chunked is None:
+            is_chunked = max_model_len > LONGEST_WHOLE_PROMPT
         if max_num_batched_tokens is None:
-            max_num_batched_tokens = max(2048, self.max_num_seqs)
-            if not self.enable_chunked_prefill:
-                max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
-        config = self._part(SchedulerConfig, max_num_batched_tokens=max_num_batched_tokens, policy=self.scheduling_policy)
+            max_num_batched_tokens = max(2048, self.max_num_seqs, 0 if is_chunked else max_model_len)
+        given = {"enable_chunked_prefill": is_chunked, "max_num_batched_tokens": max_num_batched_tokens}
+        config = self._part(SchedulerConfig, policy=self.scheduling_policy, **given)
         config.check_prompts_fit(max_model_len)
         return config
 

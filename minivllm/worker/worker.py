@@ -91,15 +91,13 @@ class Worker:
             return config.num_gpu_blocks_override, num_cpu_blocks
         if config.kv_cache_memory_bytes is not None:
             memory, source = config.kv_cache_memory_bytes, f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes:,}"
+            remedy = "raise it, or lower block_size"
         else:
-            memory = self._memory_left_for_cache()
+            memory, remedy = self._memory_left_for_cache(), self._remedy()
             source = f"gpu_memory_utilization = {config.gpu_memory_utilization} leaves {max(memory, 0):,} bytes for the cache"
         num_gpu_blocks = memory // self.block_bytes
         if num_gpu_blocks < 1:
-            raise ConfigError(
-                f"{source}, but one block of {config.block_size} tokens takes {self.block_bytes:,}: "
-                f"raise it, or lower block_size or max_num_batched_tokens."
-            )
+            raise ConfigError(f"{source}, but one block of {config.block_size} tokens takes {self.block_bytes:,}: {remedy}.")
         return num_gpu_blocks, num_cpu_blocks
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
@@ -158,6 +156,13 @@ class Worker:
                 f"{free / 2**30:,.1f} GiB free: lower num_gpu_blocks_override, kv_cache_memory_bytes, block_size or swap_space."
             )
 
+    def _remedy(self) -> str:
+        """What to do if weights and activations leave too little: any of these works alone."""
+        config = self.scheduler_config
+        if config.enable_chunked_prefill:
+            return f"raise it, or lower max_num_batched_tokens (now {config.max_num_batched_tokens:,})"
+        return f"raise it, lower max_model_len (now {self.model_config.max_model_len:,}), or set enable_chunked_prefill=True"
+
     def _memory_left_for_cache(self) -> int:
         """Bytes of the usable memory that the weights and the largest step leave."""
         self._check_host_memory(1)
@@ -189,8 +194,9 @@ class Worker:
         # A smaller prefill and a smaller batch, scaled up: the largest step would take seconds on a CPU.
         num_tokens, num_seqs = min(max_tokens, CPU_PROFILE_TOKENS), min(max_rows, CPU_PROFILE_SEQS)
         num_prompts = -(-num_tokens // max_model_len)
-        prefill_peak = measure_peak_memory(lambda: runner.profile_run(num_tokens, num_prompts, one_block))
+        runner.profile_run(1, 1, one_block)  # what is allocated once, such as threads and compiled code, is not scaled up
         sampling_peak = measure_peak_memory(lambda: runner.profile_run(num_seqs, num_seqs, one_block))
+        prefill_peak = measure_peak_memory(lambda: runner.profile_run(num_tokens, num_prompts, one_block))
         needed = prefill_peak * max_tokens // num_tokens + sampling_peak * max_rows // num_seqs
         left = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization) // num_ranks - needed
         return min(left, CPU_CACHE_LIMIT // num_ranks, useful)

@@ -77,10 +77,20 @@ def add_engine_options(parser: argparse.ArgumentParser, leave_out: str = "", **d
         if field.name in _NOT_ON_THE_COMMAND_LINE or field.name == leave_out:
             continue
         default = defaults.get(field.name, field.default)
+        if default is None and "bool" in str(field.type):
+            group.add_argument(
+                _option(field.name), action=argparse.BooleanOptionalAction, help=field.metadata["help"].replace("%", "%%")
+            )
+            continue
         if default is None:
             default = int if "int" in str(field.type) else str
         choices = {"choices": _CHOICES[field.name]} if field.name in _CHOICES else {}
-        add_option(group, "--" + field.name.replace("_", "-"), default, field.metadata["help"].replace("%", "%%"), **choices)
+        add_option(group, _option(field.name), default, field.metadata["help"].replace("%", "%%"), **choices)
+
+
+def _option(name: str) -> str:
+    """The command line's spelling of an argument."""
+    return "--" + name.replace("_", "-")
 
 
 def add_save_trace_option(group: argparse._ActionsContainer, more: str = "") -> None:
