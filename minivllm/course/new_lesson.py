@@ -20,13 +20,14 @@ _KERNEL = {
 _WALKTHROUGH = [
     ("title", "markdown", "# {number} · {title}\n\n**The question that this lesson answers.**\n\nWhat there is to see, in two or three sentences. Terms link to the [glossary](glossary.md) where they first appear: the cache of a text is made of [blocks](glossary.md#block)."),
     ("ask", "markdown", "## How many blocks\n\nA block holds 16 tokens.\n\n> **Predict.** How many blocks does a text of 33 tokens need?"),
-    ("answer", "code", "-(-33 // 16)"),
+    ("guess", "code", "from minivllm.course import predict\n\nguess = predict(blocks=None)  # your number in place of None"),
+    ("answer", "code", "guess.compare(blocks=-(-33 // 16))"),
     ("end-text", "markdown", "## What you have\n\nWhat the learner knows now, and where it is in the package: `num_blocks_for` in `minivllm/core/block_space_manager.py`.\n\n## Three questions to think over\n\n1. What if a block held one token?\n2. And if it held all of them?\n3. Who pays for the empty part of the last one?\n\n## To read\n\n- Kwon et al., 2023, \"Efficient Memory Management for Large Language Model Serving with PagedAttention\"."),
 ]  # fmt: skip
 _SOLUTION = [
     ("title", "markdown", "# {number} · {title}: the exercise\n\n**What you build, in a sentence.**\n\nReplace `write this` with your code; the check below tells you whether it holds."),
     ("setup", "code", "from minivllm.course import check\nfrom minivllm.course.lessons import lesson_{number}"),
-    ("count-task", "markdown", "## Blocks of a text\n\n`count_blocks(num_tokens, block_size)` returns how many blocks hold this many tokens. The last one may be partly full."),
+    ("count-task", "markdown", "## Blocks of a text\n\n`count_blocks(num_tokens, block_size)` returns how many blocks hold this many tokens. The last one may be partly full.\n\n<details><summary>Hint 1 for <code>count_blocks</code></summary>\n\nHow many blocks does one token need? And one more than fills a block?\n\n</details>\n<details><summary>Hint 2 for <code>count_blocks</code></summary>\n\nA division that rounds up is a division by `//` that rounds down, of the negative number.\n\n</details>"),
     ("count", "answer", 'def count_blocks(num_tokens, block_size):\n    """How many blocks hold these tokens."""\n    ### BEGIN SOLUTION\n    return -(-num_tokens // block_size)\n    ### END SOLUTION'),
     ("check-count", "check", 'with check("the last block may be partly full", points=2):\n    lesson_{number}.check_count_blocks(count_blocks)'),
     ("end-text", "markdown", "## What you have\n\nWhere the package has it: `num_blocks_for` in `minivllm/core/block_space_manager.py`."),

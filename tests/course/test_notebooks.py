@@ -15,6 +15,7 @@ import nbformat
 import pytest
 
 from minivllm.course.first_cells import renew_first_cells, repository_address
+from minivllm.course.grading.stubs import find_asked
 from minivllm.course.last_cell import renew_last_cell
 
 ROOT = Path(__file__).parents[2]
@@ -200,3 +201,21 @@ def test_words_are_spelled_right(tmp_path):
 def test_a_spelling_mistake_is_found(tmp_path):
     (tmp_path / "text.md").write_text("The sheduler recieves a request.\n")
     assert len(spelling_mistakes(tmp_path)) == 2
+
+
+@notebooks_of("solutions")
+def test_there_are_two_folded_hints_for_each_method_to_write(path):
+    text, missing = "", []
+    for cell in read(path).cells:
+        if cell.cell_type == "markdown":
+            text = cell.source
+        for name in find_asked(cell.source) if cell.cell_type == "code" else ():
+            for number in (1, 2):
+                said = re.search(
+                    rf"<details><summary>Hint {number} for <code>{name.split('.')[-1]}</code>.*?</summary>\n\n(.+?)\n\n</details>",
+                    text,
+                    re.DOTALL,
+                )
+                if said is None or "`" in said[0].split("</summary>")[0]:
+                    missing.append((name, number))
+    assert not missing
