@@ -32,7 +32,7 @@ LONG = (
     "test_lesson_04.py",
     "test_lesson_05.py",
     "test_lesson_07.py",
-    "test_nbgrader_export.py",
+    "test_course_command.py",
     "test_bench_engines.py",
     "test_process_per_request.py",
 )

@@ -258,17 +258,23 @@ def knob(page, name):
 
 @pytest.mark.long
 class TestWidgets:
-    def test_the_slider_moves_the_picture(self, page):
+    def test_slider_and_buttons_go_one_step_back_and_forward(self, page):
         handle = output(page, PLAYER).locator(".noUi-handle")
+        back, forward = (output(page, PLAYER).locator(f"button[title='one step {way}']") for way in ("back", "forward"))
         handle.press("Home")
         first = wait_until_still(page, PLAYER)
         assert first.startswith(b"\x89PNG")
         handle.press("ArrowRight")
         second = wait_for_another(page, PLAYER, first)
-        assert shown_step(page) == 1
-        handle.press("ArrowLeft")
-        assert wait_for_another(page, PLAYER, second) == first
-        assert shown_step(page) == 0
+        for go, before, after, step in (
+            (lambda: handle.press("ArrowLeft"), second, first, 0),
+            (forward.click, first, second, 1),
+            (back.click, second, first, 0),
+        ):
+            assert shown_step(page) == 1 - step
+            go()
+            assert wait_for_another(page, PLAYER, before) == after
+            assert shown_step(page) == step
 
     def test_the_slider_can_be_dragged(self, page):
         old = picture(output(page, PLAYER))
@@ -292,18 +298,6 @@ class TestWidgets:
         assert shown_step(page) >= start + 3
         page.wait_for_timeout(800)  # more than the time between two steps
         assert picture(output(page, PLAYER)) == still
-
-    def test_it_goes_one_step_back_and_forward(self, page):
-        still = picture(output(page, PLAYER))
-        output(page, PLAYER).locator(".noUi-handle").press("ArrowRight")
-        old = wait_for_another(page, PLAYER, still)
-        start = shown_step(page)
-        output(page, PLAYER).locator("button[title='one step back']").click()
-        before = wait_for_another(page, PLAYER, old)
-        assert shown_step(page) == start - 1
-        output(page, PLAYER).locator("button[title='one step forward']").click()
-        assert wait_for_another(page, PLAYER, before) == old
-        assert shown_step(page) == start
 
     def test_a_knob_runs_again(self, page):
         knob(page, "scheduler").get_by_text("continuous").click()

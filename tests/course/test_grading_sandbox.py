@@ -186,19 +186,15 @@ class TestProgress:
         submission.path.write_text("second")
         assert start().find(submission) is None
 
-    def test_what_is_handed_in_during_the_run_is_graded_in_the_next(self, submission, start):
-        progress = start()
-        progress.find(submission)
-        submission.path.write_text("second")
-        progress.add(grader.Grade(submission, ()), "ann.html")
-        assert start().find(submission) is None
-
-    def test_a_failure_of_the_grader_is_not_kept(self, submission, start, monkeypatch):
+    def test_what_is_handed_in_during_the_run_or_failed_in_the_grader_is_graded_in_the_next(self, submission, start, monkeypatch):
         monkeypatch.setattr(grader, "_grade", lambda *_: 1 / 0)
-        progress = start()
-        progress.find(submission)
-        progress.add(grader.grade(submission, Limits(), None, None), "ann.html")
-        assert start().find(submission) is None
+        failure = grader.grade(submission, Limits(), None, None)
+        for grade, content in ((failure, "first"), (grader.Grade(submission, ()), "second")):
+            progress = start()
+            progress.find(submission)
+            submission.path.write_text(content)
+            progress.add(grade, "ann.html")
+            assert start().find(submission) is None
 
     def test_the_seed_is_kept_beside_the_grades(self, start, tmp_path):
         (tmp_path / "other").mkdir()
