@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import random
 from functools import lru_cache
 from typing import Any
@@ -67,14 +68,7 @@ def check_characters(characters_class: type) -> None:
 
 def complete_text(data: bytes) -> str:
     """The text of bytes, without an incomplete character at the end."""
-    for size in range(1, min(3, len(data)) + 1):
-        lead = data[-size]
-        if lead & 0b1100_0000 != 0b1000_0000:
-            needed = 2 if 0xC0 <= lead < 0xE0 else 3 if 0xE0 <= lead < 0xF0 else 4 if 0xF0 <= lead < 0xF8 else 1
-            if needed > size:
-                data = data[:-size]
-            break
-    return data.decode("utf-8", errors="replace")
+    return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
 
 
 def _character_hint(given: str, wanted: str) -> str:
@@ -90,7 +84,7 @@ def check_stop_strings(stop_strings_class: type) -> None:
     for rng in rounds("stops", 400):
         stops = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(0, 3))]
         pieces = cut(rng, "".join(rng.choices("ab", k=rng.randint(1, 14))), 0, 3)
-        finder, shown, text = stop_strings_class(list(stops)), "", ""
+        finder, shown, text, stop = stop_strings_class(list(stops)), "", "", None
         for number, piece in enumerate(pieces, 1):
             answer = finder.add(piece)
             if not isinstance(answer, tuple) or len(answer) != 2:
@@ -99,19 +93,19 @@ def check_stop_strings(stop_strings_class: type) -> None:
             shown, stop, text = shown + answer[0], answer[1], text + piece
             wanted, wanted_stop = find_stop(text, stops)
             case = f"StopStrings({stops}), after the text {text!r} in pieces {pieces[:number]}"
-            require(wanted_stop, stop, f"{case}: expected the stop string {wanted_stop!r}, got {stop!r}. Look at stop strings that begin in one "
-                    "piece and end in another, and at which one begins first.")  # fmt: skip
-            require(
-                wanted,
-                shown,
-                f"{case}: expected {wanted!r} to be shown by now, got {shown!r}. Look at {_stop_hint(shown, wanted, stop)}.",
-            )
+            require(wanted_stop, stop, f"{case}: expected the stop string {wanted_stop!r}, got {stop!r}. Look at {_ACROSS}.")
+            look = _stop_hint(shown, wanted, stop)
+            require(wanted, shown, f"{case}: expected {wanted!r} to be shown by now, got {shown!r}. Look at {look}.")
             if stop is not None:
                 break
-        else:
+        if stop is None:
             shown += finder.flush()
-            require(text, shown, f"StopStrings({stops}), at the end of the text {text!r}: expected all of it, got {shown!r}. Look at flush: "
-                    "nothing can become a stop string any more, so what is held back must be returned.")  # fmt: skip
+            case = f"StopStrings({stops}), at the end of the text {text!r}"
+            require(text, shown, f"{case}: expected all of it, got {shown!r}. Look at flush: {_AT_THE_END}.")
+
+
+_ACROSS = "stop strings that begin in one piece and end in another, and at which one begins first"
+_AT_THE_END = "nothing can become a stop string any more, so what is held back must be returned"
 
 
 def _stop_hint(shown: str, wanted: str, stop: str | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,24 +11,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.course.lessons.lesson_01.cases import (
-    Row,
-    call,
-    check_kept,
-    kept_by_min_p,
-    kept_by_top_k,
-    kept_by_top_p,
-    make_batch,
-    make_logits,
-    safe_min_p,
-    safe_top_p,
-    show,
-    softmax,
-)
-from minivllm.course.observations import require, rounds, seeded
+from minivllm.course.lessons.lesson_01.cases import make_logits, show
+from minivllm.course.observations import fail, require, rounds, seeded
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker import sampler as package
 
 Function = Callable[..., Tensor]
 _ROUNDS = 40
+
+
+def make_batch(rng: random.Random, **options: Any) -> Tensor:
+    """The logits of one to five rows and a few tokens."""
+    return make_logits(rng, rng.randint(1, 5), rng.randint(4, 9), **options)
+
+
+def call(function: Function, logits: Tensor, *arguments: Any) -> Tensor:
+    """Call a learner's function. It must return a new tensor of the same shape and leave its input unchanged."""
+    name, before = getattr(function, "__name__", "it"), logits.clone()
+    try:
+        result = function(logits, *arguments)
+    except NotImplementedError:
+        raise
+    except (RuntimeError, IndexError) as error:  # torch's errors, which do not name the input
+        given = f"{len(logits)} rows of {logits.shape[1]} logits and {', '.join(show(argument) for argument in arguments)}"
+        fail(f"{name}, given {given}, raised {error!r}. Look at which of these values it cannot handle yet.")
+    if not isinstance(result, Tensor):
+        fail(f"{name} must return a tensor, but returned {result!r}. Look at its last line.")
+    sizes, got = list(logits.shape), list(result.shape)
+    require(sizes, got, f"{name} was given logits of shape {sizes} and must return the same shape, but returned {got}. "
+            "Parameters come as [rows]: make a column of them, [rows, 1], where each row of logits needs its own.")  # fmt: skip
+    require(True, torch.equal(logits, before), f"{name} changed the logits that it was given; expected a new tensor. "
+            "Look for an assignment into them, or a method that ends in _.")  # fmt: skip
+    require(False, bool(torch.isnan(result).any()), lambda: f"{name} returned NaN (not a number) for logits {show(before)} and {arguments}. "
+            "Look for a division by 0, or a difference of infinities.")  # fmt: skip
+    return result
+
+
+def tokens_of(row: Tensor) -> set[int]:
+    """The tokens of a row that have not been removed."""
+    return {token for token, logit in enumerate(row.tolist()) if logit != -math.inf}
+
+
+def check_kept(case: str, row: Tensor, result: Tensor, wanted: set[int], hint: Callable[[set[int]], str]) -> None:
+    """Exactly the wanted tokens remain in a row, with their logits unchanged. `hint` says where to look, given those that remain."""
+    kept = tokens_of(result)
+    require(sorted(wanted), sorted(kept), lambda: f"{case}, of a row of logits {show(row)}: expected tokens {show(wanted)} to stay, but "
+            f"{show(kept) if kept else 'none'} did. Look at {hint(kept)}.")  # fmt: skip
+    for token in wanted:
+        before, after = float(row[token]), float(result[token])
+        require(before, after, f"{case}: expected the logit of token {token} to stay {before:g}, because it is not removed, but it became "
+                f"{after:g}. Look at what is written where: only removed tokens change, to minus infinity.")  # fmt: skip
 
 
 def check_forbid_stops(forbid_stops: Function) -> None:
@@ -60,7 +92,7 @@ def check_penalties(apply_penalties: Function) -> None:
         result = call(apply_penalties, logits, prompts, outputs, *(torch.tensor(value) for value in values))
         for row, (repetition, presence, frequency) in enumerate(zip(*values, strict=True)):
             before, prompt, output = logits[row].tolist(), prompts[row], outputs[row]
-            wanted = penalized(before, prompt, output, repetition, presence, frequency)
+            wanted = package.apply_penalties(logits[row], prompt, output, repetition, presence, frequency).tolist()
             for token, got in enumerate(result[row].tolist()):
                 in_output = output.count(token)
                 require(wanted[token], got,
@@ -68,18 +100,6 @@ def check_penalties(apply_penalties: Function) -> None:
                     f"{token} has the logit {before[token]:g} and occurs {prompt.count(token)}× in the prompt and {in_output}× in the output. "
                     f"Expected {wanted[token]:g}, got {got:g}. Look at {_penalty_hint(only, before[token], got, repetition, in_output)}.",
                 )  # fmt: skip
-
-
-def penalized(
-    row: Row, prompt: list[int], output: list[int], repetition: float, presence: float, frequency: float
-) -> list[float]:
-    """A row of logits after the three penalties."""
-    result = list(row)
-    for token in {*prompt, *output}:
-        result[token] = result[token] / repetition if result[token] > 0 else result[token] * repetition
-    for token, times in Counter(output).items():
-        result[token] -= presence + frequency * times
-    return result
 
 
 def _penalty_hint(kind: int, logit: float, got: float, repetition: float, in_output: int) -> str:
@@ -110,45 +130,62 @@ def check_temperature(apply_temperature: Function) -> None:
                     f"expected {show(wanted)}, got {show(got)}. Look at {look}.")  # fmt: skip
 
 
-def _check_filter(
-    function: Function, logits: Tensor, name: str, values: list[Any], kept_by: Callable[[Row, Any], set[int]], hint: Callable[..., str]
-) -> None:  # fmt: skip
+# -- filters ---------------------------------------------------------------------------------------------------------
+
+
+def far_from(rng: random.Random, numbers: Tensor) -> float:
+    """A limit that none of the numbers comes close to, so that rounding decides nothing."""
+    while True:
+        limit = round(rng.uniform(0.02, 0.97), 3)
+        if all(abs(number - limit) > 1e-4 for number in numbers.tolist()):
+            return limit
+
+
+def _check_filter(function: Function, name: str, logits: Tensor, values: list[Any], hint: Callable[..., str]) -> None:
     """A function that removes tokens, given a parameter for each row. `hint` gets the row, its parameter, and what should remain and does."""
     result = call(function, logits, torch.tensor(values))
-    for number, value in enumerate(values):
-        row = logits[number].tolist()
-        wanted = kept_by(row, value)
+    for number, (row, value) in enumerate(zip(logits, values, strict=True)):
+        wanted = tokens_of(package.filter_logits(row[None], [SamplingParams(**{name: value})])[0])
         case = f"keep_{name}, {name} = {value:g} in row {number} of {len(values)}"
-        check_kept(case, logits[number], result[number], wanted, partial(hint, row, value, wanted))
+        check_kept(case, row, result[number], wanted, partial(hint, row, value, wanted))
+
+
+def _min_p_hint(row: Tensor, min_p: float, wanted: set[int], kept: set[int]) -> str:
+    highest = row.softmax(dim=0).max()
+    return f"the limit, which is min_p times the highest probability of that row, here {highest:.3f}, not of the batch"
 
 
 def check_min_p(keep_min_p: Function) -> None:
     """Tokens less likely than `min_p` times the most likely one of their row are removed."""
-
-    def hint(row: Row, min_p: float, wanted: set[int], kept: set[int]) -> str:
-        return (
-            f"the limit, which is min_p times the highest probability of that row, here {max(softmax(row)):.3f}, not of the batch"
-        )
-
     for rng in rounds("min-p", _ROUNDS):
         logits = make_batch(rng)
-        shares = [rng.choice((0.0, safe_min_p(rng, row), safe_min_p(rng, row))) for row in logits.tolist()]
-        _check_filter(keep_min_p, logits, "min_p", shares, kept_by_min_p, hint)
+        ratios = (logits - logits.amax(dim=1, keepdim=True)).exp()
+        shares = [rng.choice((0.0, far_from(rng, row), far_from(rng, row))) for row in ratios]
+        _check_filter(keep_min_p, "min_p", logits, shares, _min_p_hint)
+
+
+def _top_k_hint(row: Tensor, k: int, wanted: set[int], kept: set[int]) -> str:
+    if k <= 0 or k >= len(row):
+        return "top_k = 0, -1 and more than there are tokens: all stay"
+    return "ties: tokens as likely as the last one that stays must stay, too" if kept < wanted else "each row's own k"
 
 
 def check_top_k(keep_top_k: Function) -> None:
     """The k largest of each row stay, with ties at the k-th place."""
-
-    def hint(row: Row, k: int, wanted: set[int], kept: set[int]) -> str:
-        if k <= 0 or k >= len(row):
-            return "top_k = 0, -1 and more than there are tokens: all stay"
-        return "ties: tokens as likely as the last one that stays must stay, too" if kept < wanted else "each row's own k"
-
     for number, rng in enumerate(rounds("top-k", 2 * _ROUNDS)):
         logits = make_batch(rng, ties=number % 2 == 1)
         size = logits.shape[1]
         choices = (0, -1) if number % 7 == 0 else (0, -1, 1, 2, 3, size - 1, size, size + 5)
-        _check_filter(keep_top_k, logits, "top_k", [rng.choice(choices) for _ in logits], kept_by_top_k, hint)
+        _check_filter(keep_top_k, "top_k", logits, [rng.choice(choices) for _ in logits], _top_k_hint)
+
+
+def _top_p_hint(row: Tensor, p: float, wanted: set[int], kept: set[int]) -> str:
+    back = "how the decision goes back from the sorted row to the tokens"
+    if p == 1:
+        return "top_p = 1, which keeps all"
+    if wanted - kept == {min(wanted, key=lambda token: row[token])} and kept <= wanted:
+        return f"the token that makes the sum cross top_p: it stays, so at least one does; and at {back}"
+    return f"what is summed (the most likely first, each row by itself), and {back}"
 
 
 def check_top_p(keep_top_p: Function) -> None:
@@ -157,18 +194,10 @@ def check_top_p(keep_top_p: Function) -> None:
         logits = make_batch(rng)
         if number % 3 == 0:  # minus infinity, as an earlier filter leaves it
             logits[:, rng.randrange(logits.shape[1])] = -math.inf
-        limits = [rng.choice((1.0, *(safe_top_p(rng, row) for _ in range(3)))) for row in logits.tolist()]
-        _check_filter(keep_top_p, logits, "top_p", limits, kept_by_top_p, _top_p_hint)
+        sums = logits.softmax(dim=1).sort(dim=1, descending=True).values.cumsum(dim=1)
+        limits = [rng.choice((1.0, *(far_from(rng, row) for _ in range(3)))) for row in sums]
+        _check_filter(keep_top_p, "top_p", logits, limits, _top_p_hint)
     many = 3 * torch.randn(2, 50_000, generator=torch.Generator().manual_seed(seeded("many").getrandbits(32)))
     removed = int(torch.isinf(call(keep_top_p, many, torch.ones(2))).sum())
     require(0, removed, f"keep_top_p, top_p = 1 in both rows of 50,000 random logits: expected all tokens to stay, but {removed} were removed. "
             "Look at top_p = 1 once more: the rounded sum reaches 1 before the last token, so it must not decide.")  # fmt: skip
-
-
-def _top_p_hint(row: Row, p: float, wanted: set[int], kept: set[int]) -> str:
-    back = "how the decision goes back from the sorted row to the tokens"
-    if p == 1:
-        return "top_p = 1, which keeps all"
-    if wanted - kept == {min(wanted, key=row.__getitem__)} and kept <= wanted:
-        return f"the token that makes the sum cross top_p: it stays, so at least one does; and at {back}"
-    return f"what is summed (the most likely first, each row by itself), and {back}"
