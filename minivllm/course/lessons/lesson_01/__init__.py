@@ -1,12 +1,12 @@
 """The checks of lesson 01: a sampler for a batch and an incremental detokenizer, part by part, and then in the engine."""
 
-from minivllm.course.lessons.lesson_01.cases import token_bytes
 from minivllm.course.lessons.lesson_01.detokenizer import (
     check_characters,
     check_detokenizer,
     check_detokenizer_text,
     check_stop_strings,
     load_tokenizer,
+    token_bytes,
 )
 from minivllm.course.lessons.lesson_01.filters import (
     check_forbid_stops,

@@ -47,14 +47,14 @@ def check_characters(characters_class: type) -> None:
     """Every whole character at once, never a part of one, and nothing lost."""
     for number, rng in enumerate(rounds("characters", 300)):
         data = random_bytes(rng, is_broken=number % 3 == 2)
-        characters, given, seen, fed = characters_class(), "", b"", []
+        characters, decoder = characters_class(), codecs.getincrementaldecoder("utf-8")(errors="replace")
+        given, wanted, fed = "", "", []
         for piece in cut(rng, data, 1, 4):
             new = characters.add(piece)
             if not isinstance(new, str):
                 fail(f"Characters.add must return a string, but returned {new!r}. Look at its last line.")
-            seen, given = seen + piece, given + new
+            given, wanted = given + new, wanted + decoder.decode(piece)
             fed.append(f"[{piece.hex(' ').upper()}]")
-            wanted = complete_text(seen)
             require(wanted, given, f"Characters, fed with {', '.join(fed)} so far: expected {wanted!r} to be returned, got {given!r}. "
                     f"Look at {_character_hint(given, wanted)}.")  # fmt: skip
         given += characters.flush()
@@ -64,11 +64,6 @@ def check_characters(characters_class: type) -> None:
         again = characters.flush()
         nothing = f"A second flush has nothing left to return; expected '', got {again!r}. Look at what flush leaves behind."
         require("", again, nothing)
-
-
-def complete_text(data: bytes) -> str:
-    """The text of bytes, without an incomplete character at the end."""
-    return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(data)
 
 
 def _character_hint(given: str, wanted: str) -> str:
@@ -200,6 +195,11 @@ def load_tokenizer() -> Any:
     from minivllm.models.hub import resolve_model
 
     return Tokenizer(resolve_model("smollm2-135m"))
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """The bytes of a token, which may be a part of a character."""
+    return tokenizer.token_bytes(token_id)
 
 
 REAL_MODEL: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_bytes": 64 * 2**20}

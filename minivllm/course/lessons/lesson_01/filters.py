@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.course.lessons.lesson_01.cases import make_logits, show
 from minivllm.course.observations import fail, require, rounds, seeded
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker import sampler as package
@@ -20,9 +19,25 @@ Function = Callable[..., Tensor]
 _ROUNDS = 40
 
 
+def make_logits(rng: random.Random, num_rows: int, vocab_size: int, *, ties: bool = False) -> Tensor:
+    """`[num_rows, vocab_size]`: multiples of 1/4 from -6 to 6, all different within a row unless ties are wanted."""
+    steps = range(-24, 25)
+    rows = [rng.choices(steps[20:28], k=vocab_size) if ties else rng.sample(steps, vocab_size) for _ in range(num_rows)]
+    return torch.tensor(rows, dtype=torch.float32) / 4
+
+
 def make_batch(rng: random.Random, **options: Any) -> Tensor:
     """The logits of one to five rows and a few tokens."""
     return make_logits(rng, rng.randint(1, 5), rng.randint(4, 9), **options)
+
+
+def show(values: Any) -> str:
+    """Numbers for a message, with only as many digits as a reader needs."""
+    if isinstance(values, Tensor):
+        values = values.tolist()
+    if isinstance(values, (list, tuple, set)):
+        return f"[{', '.join(show(value) for value in (sorted(values) if isinstance(values, set) else values))}]"
+    return f"{values:.4g}" if isinstance(values, float) else str(values)
 
 
 def call(function: Function, logits: Tensor, *arguments: Any) -> Tensor:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minivllm.course.lessons.lesson_01.cases import make_logits, make_row, show
 from minivllm.course.lessons.lesson_01.detokenizer import REAL_MODEL
-from minivllm.course.lessons.lesson_01.filters import Function
+from minivllm.course.lessons.lesson_01.filters import Function, make_logits, show
 from minivllm.course.observations import fail, require, rounds
+from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import SequenceData
 from minivllm.worker.sampler import SampledToken, Sampler, SamplingRow
 
-DrawCase = tuple[list[float], list[float], int]
-"""The logits and the noise of a row, and the token that is drawn from them."""
+DrawCase = tuple[list[float], list[float]]
+"""The logits and the noise of a row."""
 _DRAWS = 20_000
 
 
@@ -25,9 +27,9 @@ def check_draw(draw: Function) -> None:
     """The token of each row whose noise, divided by its probability, is the smallest."""
     for rng in rounds("draw", 60):
         _compare_draws(draw, [draw_case(rng, size) for size in [rng.randint(3, 9)] * rng.randint(1, 4)])
-    high = ([210.0, 211.0, 205.0], [1.0, 0.5, 9.0], 1)
-    rare = ([0.0] + [-18.0] * 5000, [3.0] + [1.0] * 4000 + [1e-8] + [1.0] * 999, 4001)
-    removed = ([0.0] + [-math.inf] * 3, [5.0] + [1e-30] * 3, 0)
+    high = ([210.0, 211.0, 205.0], [1.0, 0.5, 9.0])
+    rare = ([0.0] + [-18.0] * 5000, [3.0] + [1.0] * 4000 + [1e-8] + [1.0] * 999)
+    removed = ([0.0] + [-math.inf] * 3, [5.0] + [1e-30] * 3)
     for case in (high, rare, removed):
         _compare_draws(draw, [case])
 
@@ -41,47 +43,46 @@ def draw_case(rng: random.Random, vocab_size: int) -> DrawCase:
         noise = [rng.expovariate(1.0) + 1e-3 for _ in logits]
         if rng.random() < 0.5:
             noise[rng.randrange(vocab_size)] = 2.0**-10
-        order = sorted(range(vocab_size), key=lambda token: _time(logits[token], noise[token]))
-        first, second = (_time(logits[token], noise[token]) for token in order[:2])
+        first, second = arrivals(logits, noise).sort().values[:2]
         if second > 1.05 * first:
-            return logits, noise, order[0]
+            return logits, noise
 
 
-def _time(logit: float, noise: float) -> float:
-    """When a token arrives, times something that is the same for all tokens of the row."""
-    return noise / math.exp(logit) if logit > -math.inf else math.inf
+def arrivals(logits: list[float], noise: list[float]) -> Tensor:
+    """When each token of a row arrives."""
+    return torch.tensor(noise).double() / torch.tensor(logits).double().softmax(dim=0)
 
 
 def _compare_draws(draw: Function, cases: list[DrawCase]) -> None:
-    logits, noise = (torch.tensor([case[i] for case in cases]) for i in range(2))
+    logits, noise = (torch.tensor(part) for part in zip(*cases, strict=True))
     before = {"logits": (logits, logits.clone()), "noise": (noise, noise.clone())}
     got = draw(logits, noise)
     size = list(got.shape) if isinstance(got, Tensor) else repr(got)
-    require([len(cases)], size, f"draw must return a tensor of {len(cases)} token ids, one for each row, but returned {size}. "
-            "Look at its last line.")  # fmt: skip
+    must = f"draw must return a tensor of {len(cases)} token ids, one for each row, but returned"
+    require([len(cases)], size, f"{must} {size}. Look at its last line.")
     for name, (now, then) in before.items():
         changed = f"draw changed the {name} that it was given; expected them as they were. Look for an assignment into them."
         require(True, torch.equal(now, then), changed)
     whole = f"draw must return token ids, which are whole numbers, but returned {got.dtype}. Look at its last line."
     require(False, got.is_floating_point(), whole)
-    for row, (case, probs, token) in enumerate(zip(cases, logits.softmax(dim=-1).tolist(), got.tolist(), strict=True)):
-        _compare_draw(f"row {row} of {len(cases)}", case, probs, token)
+    for row, (case, token) in enumerate(zip(cases, got.tolist(), strict=True)):
+        _compare_draw(f"row {row} of {len(cases)}", *case, token)
 
 
-def _compare_draw(where: str, case: DrawCase, probs: list[float], got: int) -> None:
-    logits, noise, wanted = case
+def _compare_draw(where: str, logits: list[float], noise: list[float], got: int) -> None:
     if not 0 <= got < len(noise):
         fail(f"draw returned token {got} for a vocabulary of {len(noise)}. Look at its last line.")
-    seen = f"probabilities {show(probs)} and noise {show(noise)}"
+    seen = f"probabilities {show(torch.tensor(logits).softmax(dim=0))} and noise {show(noise)}"
     hint = "a token's time is its noise divided by its probability, and a removed token never arrives."
     if max(logits) > 100:
         seen = f"logits {show(logits)} and noise {show(noise)}"
         hint = "exp(210) is infinity in float32, and softmax only needs the differences between logits."
     elif len(noise) > 10:
         seen = f"{len(noise):,} tokens, most of them rare,"
-    theirs, mine = (f"{noise[token] / probs[token] if probs[token] else math.inf:.3g}" for token in (wanted, got))
-    require(wanted, got, f"draw, with {seen} in {where}: expected token {wanted}, which arrives first, at {theirs}; got {got}, which arrives at "
-            f"{mine}. Look at the times: {hint}")  # fmt: skip
+    times = arrivals(logits, noise)
+    wanted = int(times.argmin())
+    require(wanted, got, f"draw, with {seen} in {where}: expected token {wanted}, which arrives first, at {times[wanted]:.3g}; got {got}, which "
+            f"arrives at {times[got]:.3g}. Look at the times: {hint}")  # fmt: skip
 
 
 def check_sampler(sampler_class: type) -> None:
@@ -123,6 +124,16 @@ def check_distribution(sampler: Any) -> None:
         )  # fmt: skip
 
 
+def make_row(
+    params: SamplingParams, prompt: Sequence[int] = (1,), output: Sequence[int] = (), *, seed: int = 0, index: int = 0, eos: Sequence[int] = ()
+) -> SamplingRow:  # fmt: skip
+    """A row of a batch, as the engine's model runner makes it."""
+    request = EngineCoreRequest("r", list(prompt), params, max_num_tokens=1000, eos_token_ids=tuple(eos), seed=seed)
+    known = list(output) if params.has_penalties else []  # the engine sends it only where it is needed
+    seq = SequenceData(request, 0, index, [0], 0, [0], len(output), known, num_samples=1, num_drafts=0, is_decode=True)
+    return SamplingRow(seq, index)
+
+
 def make_random_row(rng: random.Random, vocab_size: int, kind: int = 4) -> SamplingRow:
     """A row with random parameters: greedy, one filter, penalties, a text too short to end, or all at once."""
     options: dict[str, Any] = {"temperature": rng.choice((0.0, 0.5, 1.0, 2.0))}
@@ -147,17 +158,17 @@ def sample(sampler: Any, logits: Tensor, rows: list[SamplingRow]) -> list[int]:
     before = logits.clone()
     sampled = sampler.sample(logits, rows)
     if not isinstance(sampled, list) or not all(isinstance(token, SampledToken) for token in sampled):
-        fail(
-            f"MySampler.sample must return a list of SampledToken, one for each row, but returned {sampled!r:.200}. Look at its last line."
-        )
+        must = "must return a list of SampledToken, one for each row"
+        fail(f"MySampler.sample {must}, but returned {sampled!r:.200}. Look at its last line.")
     lengths = f"MySampler.sample was given {len(rows)} rows, but returned {len(sampled)} tokens. Look at its last line."
     require(len(rows), len(sampled), lengths)
-    require(True, torch.equal(logits, before), "MySampler.sample changed the logits that it was given; expected them as they were. "
-            "Look for an assignment into them.")  # fmt: skip
+    changed = (
+        "MySampler.sample changed the logits that it was given; expected them as they were. Look for an assignment into them."
+    )
+    require(True, torch.equal(logits, before), changed)
     if not all(type(token.token_id) is int for token in sampled):
-        fail(
-            f"MySampler.sample must put plain numbers (int) into its SampledToken, but the first has {sampled[0].token_id!r}. Look at tolist()."
-        )
+        must = "must put plain numbers (int) into its SampledToken"
+        fail(f"MySampler.sample {must}, but the first has {sampled[0].token_id!r}. Look at tolist().")
     return [token.token_id for token in sampled]
 
 
@@ -165,12 +176,11 @@ def _places(row: SamplingRow) -> str:
     """Possible causes of a wrong token, for a message."""
     if describe(row) == f"temperature={row.params.temperature:g}" and row.params.temperature > 0:
         return "the random key and the noise of this row, and at its temperature"
+    order = "the order (forbidden stops, penalties, temperature, min-p, top-k, top-p)"
+    others = "at which rows are greedy, and at the random key and the noise of this row"
     stops = list(row.seq.request.stop_reasons)
     least = f". Its stop tokens are {stops}: min_tokens forbids them as long as the position, {row.position} here, is below it"
-    return (
-        "the order (forbidden stops, penalties, temperature, min-p, top-k, top-p), at which rows are greedy, and at the random key and the "
-        f"noise of this row{least if row.params.min_tokens else ''}"
-    )
+    return f"{order}, {others}{least if row.params.min_tokens else ''}"
 
 
 _SHOWN = ("temperature", "min_p", "top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
@@ -183,33 +193,32 @@ def describe(row: SamplingRow) -> str:
     return ", ".join(changed) or "temperature=1"
 
 
+_REAL = "MySampler: the checks above have not tried it with 49,152 tokens"
+
+
 def check_sampler_text(sampler_class: type) -> None:
     """In the engine, with the real model: a learner's sampler chooses the same tokens as the engine's own."""
     from minivllm import LLM
 
     troubles: list[BaseException] = []
 
-    class Compared:
+    class Compared(Sampler):
         """Both samplers on the same logits."""
 
-        def __init__(self) -> None:
-            self.theirs, self.ours = Sampler(), sampler_class()
+        ours = sampler_class()
 
         def sample(self, logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
-            wanted = self.theirs.sample(logits, rows)
+            wanted = super().sample(logits, rows)
             try:
-                for theirs, ours, row in zip(wanted, sample(self.ours, logits, rows), rows, strict=True):
-                    require(theirs.token_id, ours,
-                        f"With the real model, token {row.position + 1} of the text with {describe(row)}: expected token {theirs.token_id}, got "
-                        f"{ours}. Look at MySampler: the checks above have not tried it with 49,152 tokens.",
-                    )  # fmt: skip
+                for theirs, mine, row in zip(wanted, sample(self.ours, logits, rows), rows, strict=True):
+                    case = f"With the real model, token {row.position + 1} of the text with {describe(row)}: expected token"
+                    require(theirs.token_id, mine, f"{case} {theirs.token_id}, got {mine}. Look at {_REAL}.")
             except Exception as error:  # the engine would only end the requests
                 troubles.append(error)
                 raise
             return wanted
 
-    llm = LLM("smollm2-135m", **REAL_MODEL, sampler_cls=Compared)
-    llm.generate(list(_PROMPTS), list(_TEXT_PARAMS), use_tqdm=False)
+    LLM("smollm2-135m", **REAL_MODEL, sampler_cls=Compared).generate(list(_PROMPTS), list(_TEXT_PARAMS), use_tqdm=False)
     if troubles:
         raise troubles[0]
 
@@ -218,19 +227,16 @@ def watch(**parts: type) -> None:
     """Print a text while the real model writes it, with a learner's `sampler_cls` and `detokenizer_cls`."""
     from minivllm import LLM
 
-    llm = LLM("smollm2-135m", **REAL_MODEL, **parts)
-    engine = llm.llm_engine
+    engine = LLM("smollm2-135m", **REAL_MODEL, **parts).llm_engine
     print(f"{_WATCHED[0]!r}, up to {_WATCHED[1].stop_strings[0]!r}:")
     engine.add_request("watched", *_WATCHED)
     while engine.has_unfinished_requests():
         try:
-            outputs = engine.step()
+            for output in engine.step():
+                print(f"MySampler does not work yet: {output.error}" if output.error else repr(output.outputs[0].text))
         except NotImplementedError:
-            outputs = []
             engine.abort_request("watched")
             print("MyDetokenizer is not written yet.")
-        for output in outputs:
-            print(f"MySampler does not work yet: {output.error}" if output.error else repr(output.outputs[0].text))
 
 
 _WATCHED = ("Five emoji: 🌳", SamplingParams(temperature=0.8, top_p=0.8, seed=3, max_tokens=24, stop=["🌪🌪"]))
