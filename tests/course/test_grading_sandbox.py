@@ -41,17 +41,17 @@ def escapes(solutions: Path, victim: Path) -> dict:
         "victim": case(5),
         "kills_the_grader": case(5, own=libc + "libc.kill(os.getppid(), 9); libc.kill(-1, 9)"),
         "limits_the_grader": case(5, own="import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (0, 0))"),
-        "removes_a_file": case(5, own=libc + f"assert libc.unlink({str(victim)!r}.encode()) == 0, 'it stayed'"),
+        "removes_a_file": case(5, "it stayed", own=libc + f"assert libc.unlink({str(victim)!r}.encode()) == 0, 'it stayed'"),
         "outlives_grading": case(5, own=libc + "import time\nif libc.fork() == 0:\n    libc.setsid()\n    os.environ.clear()\n    time.sleep(600)"),
-        "plants_a_module": case(5, own=libc + "import sysconfig\nassert libc.creat((sysconfig.get_path('purelib') + '/planted.pth').encode(), 0o600) > 0, 'nothing'"),
-        "changes_the_package": case(5, own=libc + f"assert libc.open({package + '/__init__.py'!r}.encode(), os.O_RDWR) > 0, 'nothing'"),
+        "plants_a_module": case(5, "nothing", own=libc + "import sysconfig\nassert libc.creat((sysconfig.get_path('purelib') + '/planted.pth').encode(), 0o600) > 0, 'nothing'"),
+        "changes_the_package": case(5, "nothing", own=libc + f"assert libc.open({package + '/__init__.py'!r}.encode(), os.O_RDWR) > 0, 'nothing'"),
         "poisons_kernels": case(5, own=f"import pathlib\nfor file in pathlib.Path({package!r}, 'kernels/cpu/__pycache__').rglob('*.nb?'):\n    file.write_bytes(b'')"),
-        "finds_compiled_kernels": case(5, own=f"from minivllm.kernels.cpu.rows import _norm\nassert _norm._cache.cache_path.startswith({package!r}), _norm._cache.cache_path"),
+        "finds_compiled_kernels": case(5, "Cell 2 uses minivllm.kernels.cpu.rows", own=f"from minivllm.kernels.cpu.rows import _norm\nassert _norm._cache.cache_path.startswith({package!r}), _norm._cache.cache_path"),
         "reads_the_solution": case(0, "Not written yet", answer=STUB, own=read),
-        "calls_home": case(5, own="import socket\nsocket.create_connection(('192.0.2.1', 80), 5)"),
-        "fills_the_memory": case(5, own="with open('/dev/shm/full', 'wb') as file:\n    for _ in range(30):\n        file.write(b'x' * 10**8)"),
-        "fills_more_memory": case(5, own=libc + "assert libc.creat(b'/full', 0o600) > 0 or libc.creat(b'/dev/filled', 0o600) > 0, 'no room'"),
-        "mounts_again": case(5, own=libc + f"MS_REMOUNT, MS_BIND = 32, 4096\nassert libc.mount(b'none', {package!r}.encode(), None, MS_REMOUNT | MS_BIND, None) == 0, 'it is still read-only'"),
+        "calls_home": case(5, "Network is unreachable", own="import socket\nsocket.create_connection(('192.0.2.1', 80), 5)"),
+        "fills_the_memory": case(5, "No space left", own="with open('/dev/shm/full', 'wb') as file:\n    for _ in range(30):\n        file.write(b'x' * 10**8)"),
+        "fills_more_memory": case(5, "no room", own=libc + "assert libc.creat(b'/full', 0o600) > 0 or libc.creat(b'/dev/filled', 0o600) > 0, 'no room'"),
+        "mounts_again": case(5, "it is still read-only", own=libc + f"MS_REMOUNT, MS_BIND = 32, 4096\nassert libc.mount(b'none', {package!r}.encode(), None, MS_REMOUNT | MS_BIND, None) == 0, 'it is still read-only'"),
         "prints_secrets": case(5, own="import os\nprint(dict(os.environ), os.listdir('/proc'))"),
     }  # fmt: skip
 
@@ -74,8 +74,8 @@ def graded(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.skipif(not bubblewrap.is_available(), reason="bubblewrap is not installed, or may not make namespaces")
 class TestTheSandbox:
-    def test_everybody_gets_the_points_of_their_own_work(self, graded):
-        assert graded[0].scores == {learner: made.score for learner, made in graded[0].cases.items()}
+    def test_attempts_fail_and_everybody_gets_the_points_of_their_own_work(self, graded):
+        assert graded[0].find_wrong() == {}
         assert {row["sandbox"] for row in graded[0].rows.values()} == {"yes"}
 
     def test_nothing_outside_was_changed_and_no_process_is_left(self, graded):
@@ -83,26 +83,9 @@ class TestTheSandbox:
         after = kernels()
         assert {name: after.get(name) for name in graded[1]} == graded[1]
 
-    @pytest.mark.parametrize(
-        ("learner", "reason"),
-        [
-            ("changes_the_package", "nothing"),
-            ("plants_a_module", "nothing"),
-            ("removes_a_file", "it stayed"),
-            ("mounts_again", "it is still read-only"),
-            ("calls_home", "Network is unreachable"),
-            ("fills_the_memory", "No space left"),
-            ("fills_more_memory", "no room"),
-        ],
-    )
-    def test_an_attempt_fails(self, graded, learner, reason):
-        assert reason in graded[0].rows[learner]["reason"]
-
     def test_compiled_kernels_are_found(self, graded):
         """Numba ignores a folder in which it may not write: each notebook would compile them for half a minute."""
-        reason = graded[0].rows["finds_compiled_kernels"]["reason"]
-        assert reason.startswith("Cell 2 uses minivllm.kernels.cpu.rows") and "Error" not in reason
-        assert graded[1]
+        assert "Error" not in graded[0].rows["finds_compiled_kernels"]["reason"] and graded[1]
 
     def test_neither_solutions_nor_secrets_are_inside(self, graded):
         assert "has read the solution\n" not in graded[0].page("reads_the_solution")

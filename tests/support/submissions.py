@@ -52,10 +52,14 @@ class Graded:
         """Where it wrote."""
         return self.folder / "graded"
 
-    @property
-    def scores(self) -> dict[str, float]:
-        """By learner."""
-        return {learner: float(row["score"]) for learner, row in self.rows.items()}
+    def find_wrong(self) -> dict[str, tuple[str, str]]:
+        """The learners who got another score or reason than they should: which."""
+        rows = {learner: (row["score"], row["reason"]) for learner, row in self.rows.items()}
+        return {
+            name: rows[name]
+            for name, made in self.cases.items()
+            if float(rows[name][0]) != made.score or made.reason not in rows[name][1]
+        }
 
     def page(self, learner: str) -> str:
         """A learner's feedback."""
