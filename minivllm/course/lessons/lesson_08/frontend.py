@@ -31,66 +31,48 @@ def make_engine(cls: Any, crowd: Crowd, **options: Any) -> Any:
     return cls(PackageCore(engine.core), engine.input_processor, Letters(), IncrementalDetokenizer)
 
 
-class _Entrance:
-    """A learner's engine, and what should be in it: `unfinished` has the prompts, by request id."""
-
-    def __init__(self, cls: Any) -> None:
-        self.engine = make_engine(cls, Crowd("the entrance"), ends=False)
-        self.unfinished: dict[str, str] = {}
-
-    def add(self, request_id: str, prompt: str) -> None:
-        """A request that is accepted."""
-        self.engine.add_request(request_id, prompt, _PARAMS)
-        self.unfinished[request_id] = prompt
-
-    def refuse(self, said: str, request_id: str, prompt: str) -> None:
-        """A request that is not."""
-        try:
-            self.engine.add_request(request_id, prompt, _PARAMS)
-        except RequestError:
-            return self.compare(f"{said} It was refused.")
-        look = "add_request: what process_inputs raises must propagate, and ids must be unique"
-        fail(f"{said}\nExpected: a RequestError\nGot: nothing was raised\nLook at {look}.")
-
-    def abort(self, request_id: str) -> None:
-        """A request may have ended already, or never have existed."""
-        self.engine.abort_request(request_id)
-        self.unfinished.pop(request_id, None)
-
-    def compare(self, said: str) -> None:
-        """The requests in the frontend and in the core, with their prompts."""
-        states = {name: _describe(state) for name, state in self.engine.states.items()}
-        expected = {name: f"a RequestState of {prompt!r}" for name, prompt in self.unfinished.items()}
-        look = "what is kept in self.states, and when: ask before anything is changed"
-        expect(said, "unfinished requests", expected, states, look)
-        requests = self.engine.core.scheduler.requests
-        prompts = {name: Letters().decode(request.prompt_token_ids) for name, request in requests.items()}
-        look = "what the core is told (core_request), and when: process, check, and only then tell the core; a refused request never gets there"
-        expect(said, "requests in the core", self.unfinished, prompts, look)
+def _refuse(engine: Any, said: str, request_id: str, prompt: str) -> None:
+    try:
+        engine.add_request(request_id, prompt, _PARAMS)
+    except RequestError:
+        return
+    look = "add_request: what process_inputs raises must propagate, and ids must be unique"
+    fail(f"{said}\nExpected: a RequestError\nGot: nothing was raised\nLook at {look}.")
 
 
-def _describe(state: Any) -> str:
-    request = getattr(state, "core_request", None)
-    return f"a {type(state).__name__}" + (f" of {Letters().decode(request.prompt_token_ids)!r}" if request else "")
+def _compare_requests(said: str, engine: Any, **prompts: str) -> None:
+    """The requests in an engine and in its core should be these, with these prompts."""
+    expected = {name: f"a RequestState of {prompt!r}" for name, prompt in prompts.items()}
+    got = {name: f"a {type(state).__name__} of {_prompt_of(state)!r}" for name, state in engine.states.items()}
+    expect(said, "unfinished requests", expected, got, "what is kept in self.states, and when: ask before anything is changed")
+    in_core = {name: Letters().decode(request.prompt_token_ids) for name, request in engine.core.scheduler.requests.items()}
+    look = "what the core is told (core_request), and when: process, check, and only then tell the core; a refused request never gets there"
+    expect(said, "requests in the core", prompts, in_core, look)
+
+
+def _prompt_of(state: Any) -> Any:
+    return Letters().decode(state.core_request.prompt_token_ids) if hasattr(state, "core_request") else None
 
 
 def check_entrance(cls: Any) -> None:
     """A request is checked before anything is done for it; a request that leaves is forgotten, here and in the core."""
-    scene = _Entrance(cls)
-    scene.add("first", "".join(seeded("entrance").sample("abcdefghijklm", 5)))
-    scene.compare("One request was added.")
-    scene.refuse("A prompt without any token.", "second", "")
-    scene.refuse("A second request with the id of an unfinished one.", "first", "xyz")
-    scene.add("third", "ab")
-    scene.engine.core.step()
-    scene.compare("Two requests, after one step.")
-    scene.abort("first")
-    scene.compare("abort_request('first') during its answer.")
-    scene.abort("first")
-    scene.abort("nobody")
-    scene.compare("abort_request with ids that are no longer there, or never were.")
-    scene.add("first", "q")
-    scene.compare("An id that is free again is used again.")
+    engine, text = make_engine(cls, Crowd("the entrance"), ends=False), "".join(seeded("entrance").sample("abcdefghijklm", 5))
+    engine.add_request("first", text, _PARAMS)
+    _compare_requests("One request was added.", engine, first=text)
+    _refuse(engine, "A prompt without any token.", "second", "")
+    _compare_requests("A prompt without any token was refused.", engine, first=text)
+    _refuse(engine, "A second request with the id of an unfinished one.", "first", "xyz")
+    _compare_requests("A request with an id in use was refused.", engine, first=text)
+    engine.add_request("third", "ab", _PARAMS)
+    engine.core.step()
+    _compare_requests("Two requests, after one step.", engine, first=text, third="ab")
+    engine.abort_request("first")
+    _compare_requests("abort_request('first') during its answer.", engine, third="ab")
+    engine.abort_request("first")
+    engine.abort_request("nobody")
+    _compare_requests("abort_request with ids that are no longer there, or never were.", engine, third="ab")
+    engine.add_request("first", "q", _PARAMS)
+    _compare_requests("An id that is free again is used again.", engine, first="q", third="ab")
 
 
 def observe(outputs: list[RequestOutput]) -> list[Any]:

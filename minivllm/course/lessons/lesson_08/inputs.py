@@ -22,12 +22,11 @@ from minivllm.worker.sampler import SampledToken, SamplingRow
 _ROUNDS = 80
 
 
-def make_counts(rng: random.Random, longest: int = 12) -> tuple[list[int], list[int]]:
+def make_counts(rng: random.Random) -> tuple[list[int], list[int]]:
     """The tokens already computed, and those to compute now, for each sequence."""
     num_seqs = rng.randint(1, 6)
     starts = [rng.choice((0, rng.randint(1, 40))) for _ in range(num_seqs)]
-    counts = [1 if rng.random() < 0.4 else rng.randint(1, longest) for _ in range(num_seqs)]
-    return starts, counts
+    return starts, [1 if rng.random() < 0.4 else rng.randint(1, 12) for _ in range(num_seqs)]
 
 
 def count_instructions(work: Callable[[], Any]) -> int:
@@ -178,11 +177,11 @@ _INPUTS = {
 
 
 def observe_input(inputs: ModelInput, name: str) -> tuple[Any, str]:
-    """A part of a ModelInput in comparable form, and its dtype, if it is a tensor."""
+    """A part of a ModelInput in comparable form, and its dtype, if it should be a tensor."""
     value = getattr(inputs if hasattr(inputs, name) else inputs.metadata, name)
-    if isinstance(value, torch.Tensor):
-        return value.tolist(), str(value.dtype)
-    return bool(value) if name == "is_decode" else [int(row) for row in value], "no tensor"
+    if name in ("is_decode", "sampled_rows"):
+        return bool(value) if name == "is_decode" else [int(row) for row in value], "any"
+    return (value.tolist(), str(value.dtype)) if isinstance(value, torch.Tensor) else (repr(value), "no tensor")
 
 
 def check_prepare_inputs(cls: Any) -> None:
@@ -202,10 +201,8 @@ def check_prepare_inputs(cls: Any) -> None:
             (expected, dtype), (mine, my_dtype) = observe_input(wanted, name), observe_input(got, name)
             expect(said, name, expected, mine, look)
             expect(said, f"{name}, its dtype", dtype, my_dtype, "the dtype passed to self.tensor")
-        tables_now = [seq.block_table for seq in sequences]
-        expect(
-            said, "block tables of the sequences afterwards", tables, tables_now, "what changes seq.block_table: make a new list"
-        )
+        look = "what changes seq.block_table: make a new list"
+        expect(said, "block tables of the sequences afterwards", tables, [seq.block_table for seq in sequences], look)
 
 
 def check_execute_model(cls: Any) -> None:
@@ -234,16 +231,9 @@ _RUNNER = {
 }
 
 
-def execute(
-    model: EchoModel, sampler: EchoSampler, sequences: list[SequenceData], inputs: ModelInput, caches: Any
-) -> list[list[int]]:
+def execute(model: EchoModel, sampler: EchoSampler, sequences: list[SequenceData], inputs: ModelInput, caches: Any) -> list[Any]:
     """What `execute_model` should do: the tokens of each sequence."""
-    hidden, sampled = (
-        model(inputs.input_ids, inputs.positions, caches, inputs.metadata),
-        [seq for seq in sequences if seq.num_samples],
-    )
-    if not sampled:
-        return [[] for _ in sequences]
-    rows = [SamplingRow(seq, seq.index) for seq in sampled]
-    tokens = iter(sampler.sample(model.compute_logits(hidden[inputs.sampled_rows]), rows))
+    hidden = model(inputs.input_ids, inputs.positions, caches, inputs.metadata)
+    rows = [SamplingRow(seq, seq.index) for seq in sequences if seq.num_samples]
+    tokens = iter(sampler.sample(model.compute_logits(hidden[inputs.sampled_rows]), rows) if rows else ())
     return [[next(tokens).token_id] if seq.num_samples else [] for seq in sequences]

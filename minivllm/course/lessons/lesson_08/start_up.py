@@ -125,14 +125,12 @@ def make_device(rng: random.Random, cache: CacheConfig, limits: SchedulerConfig,
 
 
 def make_memory(rng: random.Random) -> tuple[int, float, int, int, int]:
-    """The arguments of `count_blocks`; in one of five cases not one block fits."""
-    block = rng.randint(1, 5000)
-    total, utilization = rng.randint(100, 10_000) * block, rng.choice((0.5, 0.75, 0.9, 1.0))
+    """The arguments of `count_blocks`; in two of five cases not one block fits."""
+    block, utilization = rng.randint(1, 5000), rng.choice((0.5, 0.75, 0.9, 1.0))
+    total = rng.randint(100, 10_000) * block
     usable = int(total * utilization)
-    left = rng.choice(
-        (-rng.randint(0, usable), rng.randint(0, block - 1), block, rng.randint(block, usable), rng.randint(block, usable))
-    )
-    taken = usable - min(left, usable)
+    some = rng.randint(block, usable)
+    taken = usable - rng.choice((-rng.randint(0, usable), rng.randint(0, block - 1), block, some, some))
     others = rng.randint(0, taken)
     return total, utilization, others, taken - others, block
 
