@@ -56,9 +56,7 @@ def check_attention(cls: type) -> None:
         x = make_tensor(rng, sum(lengths), shape.hidden_size)
         expected, got = Attender(starts), Attender(starts)
         output, mine = correct(x, positions, expected), made(x.clone(), positions, got)
-        said = (
-            f"{shape.num_heads} query heads, {shape.num_kv_heads} KV heads, head_dim {shape.head_dim}, qk_norm {shape.qk_norm}."
-        )
+        said = f"{shape.num_heads} query heads, {shape.num_kv_heads} KV heads of {shape.head_dim}, qk_norm {shape.qk_norm}."
         expect(said, "arguments of `attend`", 3, len(got.seen), "the call of attend: queries, keys, values")
         suspects = _heads_suspects(correct, shape, x, positions)
         places = {"q": "queries first", "k": "keys after all queries", "v": "values come last"}
@@ -135,9 +133,8 @@ def check_layer(cls: type) -> None:
     for number, rng in enumerate(rounds("layer", _ROUNDS)):
         shape = make_shape(rng)
         made = cls(shape, reference.Rotary(shape.rotary_dim, shape.rope_theta, shape.max_position))
-        made.input_layernorm, made.post_attention_layernorm = (
-            reference.Norm(shape.hidden_size, shape.rms_norm_eps) for _ in range(2)
-        )
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(made, name, reference.Norm(shape.hidden_size, shape.rms_norm_eps))
         made.self_attn, made.mlp = attention, mlp = Spy(shape.hidden_size, rng), Spy(shape.hidden_size, rng)
         randomize(made, rng)
         x, residual = make_tensor(rng, 5, shape.hidden_size), make_tensor(rng, 5, shape.hidden_size)

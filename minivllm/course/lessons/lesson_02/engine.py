@@ -124,19 +124,12 @@ def recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 def first_difference(theirs: dict[str, Tensor], mine: dict[str, Tensor]) -> str:
     """The first module whose output is not transformers', in the order of the layers."""
-    return next(
-        (name for name, output in theirs.items() if name not in mine or not is_close(output, mine[name], 1e-3)), "the head"
-    )
+    wrong = (name for name, output in theirs.items() if name not in mine or not is_close(output, mine[name], 1e-3))
+    return next(wrong, "the head")
 
 
-_NO_CACHE = (
-    "forward, attends and load_weights of MyLlama: layer i attends with self.backends[i], which sees the cache, and not with your "
-    "causal_attention, which does not"
-)
-_ONE_CACHE = (
-    "how attends are made: each layer has its own backend and its own cache. The first token is right, and from then on "
-    "keys and values of earlier tokens come from the cache"
-)
+_NO_CACHE = "forward, attends and load_weights of MyLlama: layer i attends with self.backends[i], which sees the cache, and not with your causal_attention, which does not"
+_ONE_CACHE = "how attends are made: each layer has its own backend and its own cache. The first token is right, and from then on keys and values of earlier tokens come from the cache"
 _FROM_0 = "positions. Pass on `positions` unchanged: in a decode step they do not start at 0"
 
 

@@ -37,9 +37,8 @@ def check_norm(cls: type) -> None:
             "RMSNorm(x)", reference.Norm.forward(norm, half.float()).to(half.dtype), norm(half.clone()),
             "the precision of the norm: float32, whatever x is", tolerance=3e-3,
         )  # fmt: skip
-        x, residual = make_tensor(rng, 4, size), make_tensor(rng, 4, size)
-        _check_add_and_norm("add_and_norm. A stream that exists.", norm, x, residual)
-        _check_add_and_norm("add_and_norm. residual is None: x begins the stream.", norm, x, None)
+        for residual in (make_tensor(rng, 4, size), None):
+            _check_add_and_norm(norm, make_tensor(rng, 4, size), residual)
 
 
 def _norm_suspects(x: Tensor, weight: Tensor, eps: float) -> list[Suspect]:
@@ -60,7 +59,8 @@ def _norm_suspects(x: Tensor, weight: Tensor, eps: float) -> list[Suspect]:
     ]
 
 
-def _check_add_and_norm(said: str, norm: Any, x: Tensor, residual: Tensor | None) -> None:
+def _check_add_and_norm(norm: Any, x: Tensor, residual: Tensor | None) -> None:
+    said = f"add_and_norm. {'residual is None: x begins the stream' if residual is None else 'A stream that exists'}."
     got = norm.add_and_norm(x.clone(), None if residual is None else residual.clone())
     expect(said, "number of results", 2, len(got), "what add_and_norm returns: two tensors")
     normed, stream = reference.Norm.add_and_norm(norm, x, residual)
@@ -156,10 +156,8 @@ def check_attend(attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> 
     for number, rng in enumerate(rounds("attend", _ROUNDS)):
         num_heads, num_kv_heads = rng.choice(((6, 2), (6, 3), (4, 1), (3, 3)))
         lengths, starts, _ = make_ragged(rng, min(number + 1, 3))
-        q, k, v = (
-            make_tensor(rng, sum(lengths), heads, 8, scale=scale)
-            for heads, scale in ((num_heads, 2.0), (num_kv_heads, 2.0), (num_kv_heads, 1.0))
-        )
+        q = make_tensor(rng, sum(lengths), num_heads, 8, scale=2.0)
+        k, v = (make_tensor(rng, sum(lengths), num_kv_heads, 8, scale=scale) for scale in (2.0, 1.0))
         prompts = "A prompt of 1 token" if lengths == [1] else f"Prompts of {', '.join(map(str, lengths))} tokens"
         expect_close(
             f"{prompts}, {num_heads} query heads, {num_kv_heads} KV heads of 8.", "output",
