@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import json
 import re
 import secrets
@@ -57,8 +59,8 @@ class Tokenizer:
         token_id: int | None = self.hf_tokenizer.eos_token_id
         return token_id
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, by default with the model's special tokens around it.
+    def encode(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text, by default with the model's special tokens around it. With `split_special_tokens`, those in it are plain text.
 
         Raises:
             RequestError: The text is not valid Unicode.
@@ -69,7 +71,8 @@ class Tokenizer:
             raise RequestError(
                 f"The text is not valid Unicode (character {error.start}): it has bytes that are not UTF-8."
             ) from None
-        token_ids: list[int] = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        options = {"split_special_tokens": True} if split_special_tokens else {}
+        token_ids: list[int] = self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, **options)
         return token_ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -129,11 +132,10 @@ class Tokenizer:
         if not isinstance(messages, (list, tuple)) or not messages:
             raise RequestError("A conversation must be a list with at least one message.")
         checked = [_checked_message(message, number) for number, message in enumerate(messages)]
-        escaped: dict[str, str] = {}
-        if self.escapes_special_tokens:
-            checked = [
-                message | self._escape({**message, "role": ""}, escaped) | {"role": message["role"]} for message in checked
-            ]
+        escapes = Escapes(self._special_text) if self.escapes_special_tokens else None
+        if escapes is not None:
+            checked = escapes.escape(checked)
+            options = {name: escapes.escape(value) if name == "tools" else value for name, value in options.items()}
         try:
             options = options | {"add_generation_prompt": add_generation_prompt, "tokenize": False}
             text = self.hf_tokenizer.apply_chat_template(checked, **options)
@@ -143,31 +145,59 @@ class Tokenizer:
             ) from error
         except Exception as error:  # a template is a program, and may object to a role or an order
             raise RequestError(f"The model's chat template rejects this conversation ({error}).") from error
-        if not escaped:
+        if escapes is None or not escapes.texts:
             return self.encode(text, add_special_tokens)
-        parts = re.split("(" + "|".join(map(re.escape, escaped)) + ")", text)
-        return [token_id for part in parts for token_id in self._encode_part(escaped.get(part, part), part in escaped)]
+        parts = self._special_text.split(text)
+        token_ids = [token_id for part in parts for token_id in self.encode(*escapes.unescape(part))]
+        return self._with_special_tokens(token_ids) if add_special_tokens else token_ids
 
-    def _escape(self, value: Any, escaped: dict[str, str]) -> Any:
-        """A message's content with a placeholder for each text that has a special token. `escaped` gets these texts by placeholder."""
+    @functools.cached_property
+    def _special_text(self) -> re.Pattern[str]:
+        """Any special token's text, in a group."""
+        texts = [token.content for token in self.hf_tokenizer.added_tokens_decoder.values() if token.special and token.content]
+        return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})")
+
+    def _with_special_tokens(self, token_ids: list[int]) -> list[int]:
+        """Token ids with those around them that `encode` adds."""
+        text, around = self.encode("a", add_special_tokens=False), self.encode("a")
+        begin = next(i for i in range(len(around)) if around[i : i + len(text)] == text)
+        return around[:begin] + token_ids + around[begin + len(text) :]
+
+
+class Escapes:
+    """Placeholders for special tokens that are written in messages, so that a chat template takes them for text and they can be told
+    from its own.
+
+    Args:
+        special_text: Matches a special token's text.
+
+    Attributes:
+        texts: What placeholders stand for.
+    """
+
+    def __init__(self, special_text: re.Pattern[str]) -> None:
+        self.texts: dict[str, str] = {}
+        self._special_text, self._mark = special_text, secrets.token_hex(8)
+
+    def escape(self, value: Any) -> Any:
+        """A value, such as a message, in which special tokens are placeholders wherever it has text."""
         if isinstance(value, dict):
-            return {name: self._escape(item, escaped) for name, item in value.items()}
-        if isinstance(value, list):
-            return [self._escape(item, escaped) for item in value]
-        if not isinstance(value, str) or not any(token in value for token in self._special_texts()):
-            return value
-        placeholder = f"\ue000{secrets.token_hex(8)}\ue000"
-        escaped[placeholder] = value
+            return {self.escape(name): self.escape(item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.escape(item) for item in value]
+        return self._special_text.sub(self._replace, value) if isinstance(value, str) else value
+
+    def _replace(self, found: re.Match[str]) -> str:
+        placeholder = f"\ue000{self._mark}{found[0].encode().hex()}\ue000"
+        self.texts[placeholder] = found[0]
         return placeholder
 
-    def _special_texts(self) -> list[str]:
-        return [token.content for token in self.hf_tokenizer.added_tokens_decoder.values() if token.special]
-
-    def _encode_part(self, text: str, is_escaped: bool) -> list[int]:
-        if not is_escaped:
-            return self.encode(text, add_special_tokens=False)
-        token_ids: list[int] = self.hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return token_ids
+    def unescape(self, text: str) -> tuple[str, bool, bool]:
+        """The arguments of `Tokenizer.encode` for a part of the template's text: special tokens are text where there were placeholders."""
+        whole = text
+        for placeholder, special in self.texts.items():
+            whole = whole.replace(placeholder, special)
+        return whole, False, whole != text
 
 
 @functools.cache
@@ -178,8 +208,23 @@ def _byte_alphabet() -> dict[str, int]:
     return {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 
+@functools.cache
+def _reserved_kwargs() -> frozenset[str]:
+    """The parameters of transformers' `apply_chat_template`, and "messages", a template's name for the conversation."""
+    from transformers import PreTrainedTokenizerBase
+
+    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"} | {"messages"}
+
+
+def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Variables for a chat template. Raises RequestError if one of them is something else."""
+    if reserved := _reserved_kwargs() & kwargs.keys():
+        raise RequestError(f"chat_template_kwargs has {min(reserved)}, which is not a variable of the template.")
+    return kwargs
+
+
 def _checked_message(message: Any, number: int) -> dict[str, Any]:
-    """A message with its content as one string, and arguments of calls as objects."""
+    """A message with its content as one string, arguments of calls as objects, and reasoning under both names that templates have for it."""
     if isinstance(message, dict) and isinstance(message.get("role"), str):
         content, calls = message.get("content"), message.get("tool_calls")
         if content is None and calls:
@@ -187,7 +232,9 @@ def _checked_message(message: Any, number: int) -> dict[str, Any]:
         if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             content = "\n".join(part["text"] for part in content)
         if isinstance(content, str):
-            return message | {"content": content} | ({"tool_calls": _checked_calls(calls, number)} if calls else {})
+            message = message | {"content": content} | ({"tool_calls": _checked_calls(calls, number)} if calls else {})
+            reasoning = message.get("reasoning") or message.get("reasoning_content")
+            return message | ({"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {})
     raise RequestError(f"A message must be a dict with 'role' and 'content', both text, not {message!r}.")
 
 
@@ -206,20 +253,17 @@ def _checked_calls(calls: Any, number: int) -> list[dict[str, Any]]:
 
 
 def read_arguments(arguments: Any) -> dict[str, Any]:
-    """The arguments of an earlier call as an object: clients send it, its JSON, that JSON encoded once more, or nothing.
+    """The arguments of an earlier call as an object: clients send it, its JSON, that JSON encoded again, or nothing.
 
     Raises:
         ValueError: They are something else, or cut off. The message says what they must be.
     """
     value = arguments
-    for _ in range(2):
-        if value is None or (isinstance(value, str) and not value.strip()):
-            return {}
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                break
+    with contextlib.suppress(ValueError, RecursionError):
+        while isinstance(value, str) and value.strip():
+            value = json.loads(value)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
     if isinstance(value, dict):
         return value
     shown = repr(arguments)

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from minivllm.config import EngineArgs
 from minivllm.engine.input_processor import Prompt
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.tokenizer import Tokenizer
+from minivllm.engine.tokenizer import Tokenizer, check_template_kwargs
 from minivllm.errors import RequestError
 from minivllm.outputs import RequestOutput
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
@@ -103,7 +103,7 @@ class LLM:
             raise RequestError(f"messages must be a list of dicts, or a list of such lists, not {type(messages).__name__}.")
         if continue_final_message and add_generation_prompt:
             raise RequestError("continue_final_message and add_generation_prompt are both True: leave one out.")
-        options = dict(chat_template_kwargs or {}) | ({"tools": tools} if tools else {})
+        options = check_template_kwargs(dict(chat_template_kwargs or {})) | ({"tools": tools} if tools else {})
         if continue_final_message:
             options["continue_final_message"] = True
         ends_open = not continue_final_message if add_generation_prompt is None else add_generation_prompt

@@ -126,6 +126,9 @@ def test_a_chat_takes_what_the_template_does(llm):
         hf.chat_template = before
     with pytest.raises(RequestError, match="are both True: leave one out"):
         llm.chat(messages, GREEDY, continue_final_message=True, add_generation_prompt=True)
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "conversation", "tokenize"):
+        with pytest.raises(RequestError, match=f"chat_template_kwargs has {name}, which is not a variable of the template"):
+            llm.chat(messages, GREEDY, chat_template_kwargs={name: True})
 
 
 def test_a_chat_reads_arguments_of_earlier_calls_as_objects(llm):

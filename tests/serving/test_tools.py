@@ -120,18 +120,26 @@ def test_arguments_are_what_the_model_wrote(arguments):
         ({"arguments": None}, "{}"),
         ({"arguments": ""}, "{}"),
         ({}, "{}"),
+        ({"arguments": '"{\\"a\\": 1}"'}, '{"a": 1}'),  # encoded three times
+        ({"arguments": ' {"a": 1}\n'}, '{"a": 1}'),
+        ({"arguments": "[1]"}, "[1]"),
+        ({"arguments": "null"}, "{}"),
+        ({"arguments": " "}, "{}"),
+        ({"arguments": None, "parameters": {"a": 1}}, '{"a": 1}'),
+        ({"arguments": {}, "parameters": {"a": 1}}, '{"a": 1}'),
+        ({"arguments": '{"a": 1', "type": "function"}, '"{\\"a\\": 1"'),  # cut off
         ({"arguments": "Paris"}, '"Paris"'),
     ],
 )
-def test_arguments_in_other_forms_are_an_object(call, arguments):
+def test_arguments_in_other_forms_are_read_as_they_are_meant(call, arguments):
     text = f"<tool_call>{json.dumps({'name': 'f', **call})}</tool_call>"
     content, [found] = HermesCalls().update(text, is_last=True)
     assert (content, found["function"]) == ("", {"name": "f", "arguments": arguments})
 
 
-@pytest.mark.parametrize("field", ["args", "input", "Arguments"])
-def test_a_call_whose_arguments_nobody_reads_is_content(field):
-    text = f'<tool_call>{{"name": "f", "{field}": {{"a": 1}}}}</tool_call>'
+@pytest.mark.parametrize("fields", ['"args": {"a": 1}', '"input": {"a": 1}', '"arguments": {"a": 1}, "parameters": {"b": 2}'])
+def test_a_call_whose_arguments_nobody_reads_is_content(fields):
+    text = f'<tool_call>{{"name": "f", {fields}}}</tool_call>'
     assert HermesCalls().update(text, is_last=True) == (text, [])
 
 
@@ -262,7 +270,7 @@ def templated(server, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "sent", ["", " ", None, {"city": "Paris"}, '{"city": "Paris"}', '"{\\"city\\": \\"Paris\\"}"', "{}", "null"]
+    "sent", ["", " ", None, {"city": "Paris"}, '{"city": "Paris"}', '"{\\"city\\": \\"Paris\\"}"', "{}", "null", '"null"']
 )
 def test_arguments_that_clients_send_back_reach_the_template_as_an_object(templated, sent):
     call = {"type": "function", "function": {"name": "f", "arguments": sent}}
@@ -285,10 +293,21 @@ def test_arguments_that_are_no_object_are_refused_by_name(server, sent):
     assert error["message"].endswith("but must be a JSON object, or its text.")
 
 
-@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
-def test_what_the_assistant_thought_reaches_the_template(templated, field):
-    messages, _ = templated(messages=[*MESSAGES, {"role": "assistant", "content": "4", field: "2 and 2"}])
-    assert messages[1] == {"role": "assistant", "content": "4", "reasoning": "2 and 2", "reasoning_content": "2 and 2"}
+@pytest.mark.parametrize(
+    "fields",
+    [{"reasoning": "2 and 2"}, {"reasoning_content": "2 and 2"}, {"reasoning": "", "reasoning_content": "2 and 2"}],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_what_the_assistant_thought_reaches_the_template_under_both_names(server, monkeypatch, path, fields):
+    template = "{% for m in messages %}{{ m.reasoning }}|{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
+    monkeypatch.setattr(server.engine.tokenizer.hf_tokenizer, "chat_template", template)
+    texts, encode = [], server.engine.tokenizer.encode
+    monkeypatch.setattr(server.engine.tokenizer, "encode", lambda text, *more: texts.append(text) or encode(text, *more))
+    messages = [*MESSAGES, {"role": "assistant", "content": "4", **fields}]
+    name = "messages" if "chat" in path else "input"
+    assert server.client.post(path, json={name: messages}).status_code == 200
+    assert texts == ["||What is the weather?;2 and 2|2 and 2|4;"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import NotRequired, TypedDict
 
-from minivllm.engine.tokenizer import read_arguments
+from minivllm.engine.tokenizer import check_template_kwargs, read_arguments
 from minivllm.entrypoints.openai.errors import quoted
 from minivllm.entrypoints.openai.limits import EXPECTED, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from minivllm.entrypoints.openai.protocol import (
@@ -25,21 +23,7 @@ from minivllm.entrypoints.openai.protocol import (
 from minivllm.errors import RequestError
 
 
-@functools.cache
-def _reserved_kwargs() -> frozenset[str]:
-    """The parameters of transformers' `apply_chat_template`, and "messages", a template's name for the conversation."""
-    from transformers import PreTrainedTokenizerBase
-
-    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"} | {"messages"}
-
-
-def _check_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if reserved := _reserved_kwargs() & kwargs.keys():
-        raise RequestError(f"chat_template_kwargs has {min(reserved)}, which is not a variable of the template.")
-    return kwargs
-
-
-ChatTemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_kwargs)]
+ChatTemplateKwargs = Annotated[dict[str, Any], AfterValidator(check_template_kwargs)]
 
 
 class TextPart(Body):
@@ -132,9 +116,8 @@ class Message(Body):
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        if (reasoning := self.reasoning if self.reasoning is not None else self.reasoning_content) is not None:
-            message |= {"reasoning": reasoning, "reasoning_content": reasoning}  # templates call it one or the other
-        return message | {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        others = ("name", "reasoning", "reasoning_content", "tool_call_id")
+        return message | {name: value for name in others if (value := getattr(self, name)) is not None}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

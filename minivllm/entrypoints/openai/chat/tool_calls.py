@@ -204,19 +204,22 @@ def _read_call(text: str) -> tuple[str, str] | None:
         call = _decode(text, _HermesCall)
     except ValueError:
         return None
-    return call.name, _read_written(bytes(call.arguments or call.parameters).decode())
+    given = [
+        arguments for field in (call.arguments, call.parameters) if (arguments := _read_written(bytes(field).decode())) != "{}"
+    ]
+    return (call.name, *(given or ["{}"])) if len(given) < 2 else None
 
 
 def _read_written(arguments: str) -> str:
-    """The arguments of a call as the model wrote them, as a JSON object. Some models write its text in a string, or nothing."""
-    if arguments in ("", "null", '""'):
-        return "{}"
-    if arguments.startswith('"'):
-        text: str = json.loads(arguments)
-        with contextlib.suppress(ValueError):
-            _decode(text, dict[str, Any])
-            return text
-    return arguments
+    """The arguments of a call as the model wrote them. Some models write their JSON in a string, even in one within another, or nothing."""
+    text = arguments
+    with contextlib.suppress(ValueError):
+        while text.startswith('"'):
+            text = _decode(text, str).strip()
+            if text.startswith(("{", "[")):
+                _decode(text, Any)
+                return text
+    return "{}" if text in ("", "null") else arguments
 
 
 def _read_required(text: str) -> _RequiredCall | None:
