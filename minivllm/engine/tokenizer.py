@@ -232,9 +232,12 @@ def _checked_message(message: Any, number: int) -> dict[str, Any]:
         if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             content = "\n".join(part["text"] for part in content)
         if isinstance(content, str):
-            message = message | {"content": content} | ({"tool_calls": _checked_calls(calls, number)} if calls else {})
-            reasoning = message.get("reasoning") or message.get("reasoning_content")
-            return message | ({"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {})
+            checked: dict[str, Any] = message | {"content": content}
+            if calls:
+                checked["tool_calls"] = _checked_calls(calls, number)
+            if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+                checked |= {"reasoning": reasoning, "reasoning_content": reasoning}
+            return checked
     raise RequestError(f"A message must be a dict with 'role' and 'content', both text, not {message!r}.")
 
 

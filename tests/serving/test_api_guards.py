@@ -15,7 +15,8 @@ from minivllm.engine.tokenizer import Tokenizer
 from minivllm.entrypoints.openai.answer import is_limit_of_grammar
 from minivllm.entrypoints.server.middleware import is_known_host
 from minivllm.entrypoints.server.replicas_api import ReplicaHealth
-from minivllm.entrypoints.server.state import ServerSettings, Turns
+from minivllm.entrypoints.server.state import ServerSettings, Turns, name_of
+from minivllm.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +52,39 @@ def test_which_names_are_known_depends_on_where_the_server_listens(settings, kno
     assert ServerSettings(**settings).known_hosts == known
 
 
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("[::1]evil.example", ""),
+        ("[localhost]", ""),
+        ("[[::1]", ""),
+        ("[::1", ""),
+        ("localhost:80@evil.example", ""),
+        ("localhost:evil.example", ""),
+        ("localhost evil.example", "localhost evil.example"),
+        ("LocalHost.:", "localhost"),
+        ("[::FFFF:127.0.0.1]:80", "::ffff:127.0.0.1"),
+    ],
+)
+def test_a_malformed_host_is_no_name_of_this_machine(host, name):
+    assert name_of(host) == name
+    assert is_known_host(name, frozenset()) == (name in ("localhost", "::ffff:127.0.0.1"))
+
+
 def test_a_name_can_be_allowed():
     assert is_known_host("proxy.example", frozenset({"proxy.example"})) and is_known_host("x", frozenset({"*"}))
     assert not is_known_host("other.example", frozenset({"proxy.example"}))
+    assert ServerSettings(allowed_hosts=("Proxy.example:8000", "[::1]")).known_hosts == {"proxy.example", "::1"}
+    for malformed in ("", "https://proxy.example", "[x]"):
+        with pytest.raises(ConfigError, match="which is no name: it must be one such as example.org"):
+            ServerSettings(allowed_hosts=(malformed,))
 
 
 def test_no_page_of_another_origin_manages_replicas(server):
     for path in ("/replicas/0/kill", "/replicas/0/restart"):
-        response = server.client.post(path, json={}, headers={"Origin": "http://evil.example"})
-        assert "other origins may not manage" in error_of(response, 403)["message"]
+        for foreign in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": "null", "Host": ""}):
+            response = server.client.post(path, json={}, headers=foreign)
+            assert "other origins may not manage" in error_of(response, 403)["message"]
         own = server.client.post(path, json={}, headers={"Origin": server.url})
         assert error_of(own, 400)["message"].startswith("This server has one engine and no replicas")
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minivllm.entrypoints.openai.errors import ApiError, as_api_error, quoted
 from minivllm.entrypoints.server.connection import last_word
 from minivllm.entrypoints.server.request_log import RequestRecord
-from minivllm.entrypoints.server.state import Closing, is_loopback
+from minivllm.entrypoints.server.state import Closing, is_loopback, name_of
 
 MAX_REQUEST_ID = 128
 OPEN_PATHS = ("/health", "/ping")
@@ -143,7 +143,11 @@ class OriginMiddleware:
         error = None
         if host and self.allowed_hosts is not None and not is_known_host(name_of(host), self.allowed_hosts):
             error = ApiError(403, f"{quoted(host)} is no name of this server: use 127.0.0.1, or start it with --allowed-hosts.")
-        elif scope["path"].startswith("/replicas") and origin is not None and origin.partition("://")[2].lower() != host.lower():
+        elif (
+            scope["path"].startswith("/replicas")
+            and origin is not None
+            and (not host or origin.partition("://")[2].lower() != host.lower())
+        ):
             error = ApiError(403, "Pages of other origins may not manage this server's replicas.")
         await (self.app(scope, receive, send) if error is None else error.response()(scope, receive, send))
 
@@ -172,12 +176,6 @@ def as_origin_form(scope: Scope) -> Scope:
     headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
     changes = {"path": f"/{path}", "raw_path": b"/" + (raw[3] if len(raw) > 3 else b"")}
     return {**scope, **changes, "headers": [*headers, (b"host", host.encode("latin-1", "replace"))]}
-
-
-def name_of(host: str) -> str:
-    """The name in a Host header, without the port, in lower case."""
-    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-    return name.lower().rstrip(".")
 
 
 def is_known_host(name: str, allowed: frozenset[str]) -> bool:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ipaddress
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -67,6 +68,10 @@ class ServerSettings:
         check_at_least("max_waiting", self.max_waiting, 0)
         if self.request_timeout is not None and not 0 < self.request_timeout < math.inf:
             raise ConfigError(f"request_timeout is {self.request_timeout} seconds, but must be more than 0.")
+        if malformed := [name for name in self.allowed_hosts if not name_of(name)]:
+            raise ConfigError(
+                f"allowed_hosts has {malformed[0]!r}, which is no name: it must be one such as example.org, or '*'."
+            )
         if not 0 <= self.shutdown_timeout < math.inf:
             raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout} seconds, but must be at least 0.")
 
@@ -74,7 +79,7 @@ class ServerSettings:
     def known_hosts(self) -> frozenset[str] | None:
         """The names, besides this machine's own, under which requests may ask for this server; None for any."""
         if self.allowed_hosts:
-            return frozenset(name.lower() for name in self.allowed_hosts)
+            return frozenset(map(name_of, self.allowed_hosts))
         return frozenset() if is_loopback(self.host) and not self.api_keys else None
 
 
@@ -174,10 +179,17 @@ class Closing:
         self._loop.call_later(LAST_WORD_SECONDS + _LEEWAY, _cancel, self._requests)
 
 
+def name_of(host: str) -> str:
+    """The name in a Host header, without the port, in lower case; "" if it is malformed."""
+    parts = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\[\]:]+?)\.?)(?::[0-9]*)?", host)
+    return (parts[1] or parts[2]).lower() if parts else ""
+
+
 def is_loopback(host: str) -> bool:
     """Whether a name or an address means this machine alone."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 

@@ -22,7 +22,6 @@ from minivllm.entrypoints.openai.protocol import (
 )
 from minivllm.errors import RequestError
 
-
 ChatTemplateKwargs = Annotated[dict[str, Any], AfterValidator(check_template_kwargs)]
 
 

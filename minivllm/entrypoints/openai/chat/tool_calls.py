@@ -204,10 +204,9 @@ def _read_call(text: str) -> tuple[str, str] | None:
         call = _decode(text, _HermesCall)
     except ValueError:
         return None
-    given = [
-        arguments for field in (call.arguments, call.parameters) if (arguments := _read_written(bytes(field).decode())) != "{}"
-    ]
-    return (call.name, *(given or ["{}"])) if len(given) < 2 else None
+    fields = [_read_written(bytes(field).decode()) for field in (call.arguments, call.parameters)]
+    given = [arguments for arguments in fields if arguments != "{}"]
+    return (call.name, given[0] if given else "{}") if len(given) < 2 else None
 
 
 def _read_written(arguments: str) -> str:
