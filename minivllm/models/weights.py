@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import pickle
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,11 @@ from minivllm.kernels.pages import return_freed_memory
 from minivllm.layers.embedding import VocabParallelEmbedding
 from minivllm.layers.linear import Linear
 from minivllm.layers.platform import Platform
-from minivllm.layers.weights import CheckpointTensor
+from minivllm.layers.weights import ROWS_AT_A_TIME, CheckpointTensor
 from minivllm.models.base import CausalLM
 from minivllm.models.registry import ModelRegistry, read_json
+
+logger = logging.getLogger(__name__)
 
 TENSORS_PER_OPENING = 4
 """How many tensors are read from a file before it is reopened."""
@@ -35,12 +40,35 @@ def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
         ModelLoadError: The folder has no weights, or they are damaged, or they do not fit the config. What a class from outside
             the package raises is passed on as it is.
     """
+    model = _build(config, platform)
+    if model.tie_word_embeddings and _has_other_head(config.path):
+        logger.warning(
+            "%s ties the head to the embedding, but its lm_head.weight differs: it is used, as by transformers.", config.name
+        )
+        model = _build(replace(config, hf_config=config.hf_config | {"tie_word_embeddings": False}), platform)
+        if model.tie_word_embeddings:
+            raise ModelLoadError(
+                f"{config.name} has an lm_head.weight that differs from its embedding, but its class ties them: remove one."
+            )
+    model.requires_grad_(False).eval()
+    weights = iterate_weights(config.path)
+    if model.load_weights is None:
+        load_weights(model, weights, config.name)
+    else:
+        model.load_weights((name, source[:]) for name, source in weights)
+    return_freed_memory()
+    return model
+
+
+def _build(config: ModelConfig, platform: Platform) -> CausalLM:
+    """The model, without its weights. Raises as `load_model`."""
     model_cls = config.model_cls or ModelRegistry.load_model_cls(config.architecture)
     default_dtype = torch.get_default_dtype()
     try:
         torch.set_default_dtype(platform.activation_dtype)
         with torch.device(platform.device):
-            model = model_cls(config, platform)
+            model: CausalLM = model_cls(config, platform)
+            return model
     except ModelLoadError:
         raise
     except Exception as error:  # whatever a wrong config leads to
@@ -53,25 +81,36 @@ def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
         ) from error
     finally:
         torch.set_default_dtype(default_dtype)
-    model.requires_grad_(False).eval()
-    weights = iterate_weights(config.path)
-    if model.load_weights is None:
-        load_weights(model, weights, config.name)
-    else:
-        model.load_weights((name, source[:]) for name, source in weights)
-    return_freed_memory()
-    return model
+
+
+def _has_other_head(folder: Path) -> bool:
+    """Whether a checkpoint has a head whose numbers are not those of the embedding."""
+    if all(name != "lm_head.weight" for name, _ in iterate_weights(folder)):
+        return False
+    ends = ("lm_head.weight", "embed_tokens.weight")
+    return len({_digest(source) for name, source in iterate_weights(folder) if name.endswith(ends)}) > 1
+
+
+def _digest(source: Any) -> bytes:
+    """What tells the contents of a checkpoint's matrix from others, read some rows at a time."""
+    shape = source.shape if isinstance(source, torch.Tensor) else source.get_shape() if hasattr(source, "get_shape") else ()
+    content = hashlib.blake2b(str(list(shape)).encode())
+    for start in range(0, shape[0] if shape else 0, ROWS_AT_A_TIME):
+        content.update(source[start : start + ROWS_AT_A_TIME].contiguous().view(torch.uint8).numpy())
+    return content.digest()
 
 
 def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
     """Names and tensors of all checkpoint files in a folder: slices of safetensors, one file or sharded, else the tensors of a
-    pytorch_model.bin. A slice is read when it is indexed, and is valid until the next one.
+    pytorch_model.bin. A slice is read when it is indexed, and is valid until the next one. If an index says which file has a tensor, others of
+    the same name are passed over.
     """
-    for file in _weight_files(folder):
+    files, weight_map = _weight_files(folder)
+    for file in files:
         try:
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt") as tensors:
-                    names = tensors.keys()
+                    names = [name for name in tensors.keys() if weight_map.get(name, file.name) == file.name]  # noqa: SIM118
                 for i in range(0, len(names), TENSORS_PER_OPENING):
                     # Reopened now and then, so that the memory of the file does not count as in use for longer.
                     with safe_open(file, framework="pt") as tensors:
@@ -81,12 +120,13 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
                 state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
                 if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
                     raise ModelLoadError(f"{file} does not hold named tensors: it is not a checkpoint.")
-                yield from state.items()
+                yield from ((name, tensor) for name, tensor in state.items() if weight_map.get(name, file.name) == file.name)
         except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ModelLoadError(f"{file} cannot be read ({error}): it is damaged or cut off, download it again.") from error
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The checkpoint's files, and which of them has which tensor, if an index says so."""
     for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / index_name).exists():
             weight_map = read_json(folder / index_name).get("weight_map")
@@ -97,11 +137,11 @@ def _weight_files(folder: Path) -> list[Path]:
             missing = [file.name for file in files if not file.exists()]
             if missing:
                 raise ModelLoadError(f"{folder} lacks {', '.join(missing)}, named in its {index_name}: download them.")
-            return files
+            return files, weight_map
     # Not all *.safetensors at once: an adapter or a second copy may lie next to the model.
     for pattern in ("model.safetensors", "model-*-of-*.safetensors", "*.safetensors", "pytorch_model.bin"):
         if files := sorted(folder.glob(pattern)):
-            return files
+            return files, {}
     raise ModelLoadError(f"{folder} has a config but no weights: it needs .safetensors files or a pytorch_model.bin.")
 
 
@@ -115,6 +155,7 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
         ModelLoadError: A tensor is missing, has no place in the model, or has the wrong shape.
     """
     targets = _load_targets(model)
+    all_names = set(targets)
     num_missing = Counter(layer for layer, *_ in targets.values())
     processed: set[nn.Module] = set()
     for number, (name, source) in enumerate(weights):
@@ -124,6 +165,10 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
             name = f"model.{name}"
         if name.endswith(model.ignored_weights) or (name == "lm_head.weight" and model.tie_word_embeddings):
             continue
+        if name in all_names and name not in targets:
+            raise ModelLoadError(
+                f"The files of {model_name} have {name!r} more than once, and no index says which of them counts: remove one."
+            )
         if name not in targets:
             raise ModelLoadError(f"The weights of {model_name} do not fit its config: the model has no place for {name!r}.")
         layer, kind, *shard_id = targets.pop(name)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from minivllm import LLM, SamplingParams
+from minivllm.errors import ModelLoadError
 from minivllm.layers.linear import Linear
 from minivllm.layers.platform import Platform
 from minivllm.models.weights import iterate_weights, load_weights
@@ -133,6 +134,70 @@ def test_sharded_weights_load_like_single_ones(tiny, tmp_path):
         for path in (folder, tmp_path)
     )
     assert torch.equal(one, sharded)
+
+
+def folder_logits(folder, prompts):
+    return engine_logits(LLM(str(folder), skip_tokenizer_init=True, num_gpu_blocks_override=4), prompts)
+
+
+@pytest.mark.slow
+def test_a_head_of_its_own_is_used_although_the_config_ties_it(tmp_path, caplog):
+    """As transformers does, with a warning; a head that repeats the embedding is not a second one."""
+    model_cls, config = TINY["qwen3"]
+    torch.manual_seed(0)
+    model_cls(config).save_pretrained(tmp_path)
+    prompts, file = random_prompts([9]), tmp_path / "model.safetensors"
+    weights = load_file(file)
+    tied = folder_logits(tmp_path, prompts)[0]
+    embedding = weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": embedding.clone()}, file, {"format": "pt"})
+    assert torch.equal(folder_logits(tmp_path, prompts)[0], tied)
+    assert "differs" not in caplog.text
+    save_file(weights | {"lm_head.weight": torch.randn_like(embedding)}, file, {"format": "pt"})
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
+    logits = folder_logits(tmp_path, prompts)[0]
+    assert "its lm_head.weight differs: it is used" in caplog.text
+    with torch.inference_mode():
+        expected = model_cls.from_pretrained(tmp_path).float().eval()(torch.tensor(prompts)).logits[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
+    assert (logits - tied).abs().max() > 0.1
+
+
+def test_a_model_that_can_only_be_tied_refuses_a_head_of_its_own(tmp_path):
+    model_cls, config = TINY["opt"]
+    model_cls(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn_like(weights["model.decoder.embed_tokens.weight"])
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match="tie_word_embeddings"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, num_gpu_blocks_override=4)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_the_index_says_which_of_two_tensors_of_a_name_counts(tmp_path, kind):
+    model_cls, config = TINY["llama, tied, grouped"]
+    torch.manual_seed(0)
+    model_cls(config).save_pretrained(tmp_path)
+    prompts, file = random_prompts([9]), tmp_path / "model.safetensors"
+    expected = folder_logits(tmp_path, prompts)[0]
+    weights = load_file(file)
+    file.unlink()
+    names = sorted(weights)
+    halves = {"1": names[::2], "2": names[1::2]}
+    weight_map = {name: f"model-{half}.{kind}" for half, part in halves.items() for name in part}
+    for half, part in halves.items():  # each file has the others' tensors, too, with wrong numbers
+        tensors = {name: weights[name] if name in part else torch.zeros_like(weights[name]) for name in names}
+        if kind == "bin":
+            torch.save(tensors, tmp_path / f"model-{half}.bin")
+        else:
+            save_file(tensors, tmp_path / f"model-{half}.safetensors")
+    index = tmp_path / ("model.safetensors.index.json" if kind == "safetensors" else "pytorch_model.bin.index.json")
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(folder_logits(tmp_path, prompts)[0], expected)
+    if kind == "safetensors":
+        index.unlink()
+        with pytest.raises(ModelLoadError, match="more than once, and no index says which of them counts"):
+            folder_logits(tmp_path, prompts)
 
 
 def test_torch_checkpoints_load_like_safetensors(tiny, tmp_path):
