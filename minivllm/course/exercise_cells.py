@@ -88,12 +88,19 @@ def graded_cells(notebook: Any) -> list[GradedCell]:
     return [graded_cell(cell) for cell in notebook["cells"] if is_check(cell)]
 
 
+def _parse(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        return None
+
+
 def _check_calls(source: str) -> list[tuple[str | None, int | None]]:
     """Name and points of each call of `check` in a cell, magics aside; None for an argument that is not a literal."""
-    lines = ("" if line.lstrip().startswith(("%", "!")) else line for line in source.split("\n"))
-    try:
-        tree = ast.parse("\n".join(lines))
-    except SyntaxError:
+    tree = _parse(source) or _parse(
+        "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in source.split("\n"))
+    )
+    if tree is None:
         return []
     calls = []
     for node in ast.walk(tree):

@@ -47,6 +47,8 @@ NOTEBOOKS = {
     "branch": lambda: changed("if False:\n    {}"),
     "caught": lambda: changed("try:\n    1 / 0\nexcept ZeroDivisionError:\n    pass\nelse:\n    check('two numbers are added')"),
     "cell_magic": lambda: changed("%%no_such_magic\n{}"),
+    "percent": lambda: changed('text = """\n%d"""\n{}'),
+    "same_line": lambda: changed("print(1, end='')\n{}"),
     "copied": lambda: changed(copies=3),
     "emptied": lambda: exercise(check_add="pass"),
     "formula": lambda: exercise(check_add=CHECK_ADD.replace(CHECKS[0], "=HYPERLINK(A1)")),
@@ -83,6 +85,8 @@ def test_each_notebook_with_checks_gets_a_line_with_its_points(graded):
         f"exercises/formula.ipynb: 0 of 5 points; failed: =HYPERLINK(A1); {CHECKS[1]}",
         f"exercises/half.ipynb: 2 of 5 points; failed: {CHECKS[1]}",
         f"exercises/magic.ipynb: 3 of 5 points; failed: {CHECKS[0]}",
+        "exercises/percent.ipynb: 5 of 5 points",
+        "exercises/same_line.ipynb: 5 of 5 points",
         f"exercises/slow.ipynb: 3 of 5 points; failed: {CHECKS[0]}",
         "exercises/solved.ipynb: 5 of 5 points",
         "exercises/timed.ipynb: 5 of 5 points",
@@ -122,6 +126,8 @@ def test_the_table_has_a_row_for_each_check_and_the_totals_and_no_formula(graded
         "slow": "3",
         "copied": "5",
         "timed": "5",
+        "same_line": "5",
+        "percent": "5",
     }
     totals |= dict.fromkeys(("branch", "caught", "cell_magic", "magic"), "3")
     assert {name: rows[-1][1] for name, rows in of.items() if rows} == totals
