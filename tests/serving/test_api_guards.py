@@ -147,6 +147,27 @@ def test_a_body_in_tiny_chunks_is_refused_long_before_its_end(server, path):
     connection.close()
 
 
+@pytest.mark.parametrize("where", ["head", "trailer"])
+def test_many_headers_are_refused_before_they_are_parsed(server, where):
+    def answer(count):
+        connection = connect(server)
+        lines = b"a:\r\n" * count
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        chunks = b"Transfer-Encoding: chunked\r\n\r\n1d\r\n" + b'{"prompt":"a","max_tokens":1}' + b"\r\n0\r\n"
+        connection.sendall(head + (lines + chunks if where == "head" else chunks + lines) + b"\r\n")
+        return read_to_the_end(connection).partition(b"\r\n")[0]
+
+    assert answer(200) == b"HTTP/1.1 200 OK"
+    begin = time.perf_counter()
+    assert answer(15_000) == b"HTTP/1.1 400 Bad Request"
+    assert time.perf_counter() - begin < 1
+
+
+def test_a_head_may_be_as_long_as_ever(server):
+    response = server.client.get("/ping", headers={"Cookie": "x" * 40_000})
+    assert response.status_code == 200
+
+
 @pytest.mark.parametrize("size", [300, 4096])
 def test_a_body_in_chunks_of_a_reasonable_size_is_read(server, size):
     body = json.dumps({"prompt": "Hi", "max_tokens": 1, "user": "x" * 400_000}).encode()

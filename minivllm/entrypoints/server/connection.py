@@ -12,6 +12,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 import h11
+from h11._receivebuffer import ReceiveBuffer
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -31,11 +32,27 @@ MAX_CHUNKS, BYTES_PER_CHUNK = 512, 256
 """A body may come in this many chunks, and in one more for each so many bytes: a chunk costs the event loop as much as hundreds of bytes."""
 
 
+MAX_HEADERS = 256
+"""Lines of a request's head, or of its trailer: each costs as much as a chunk, however short it is."""
+
+
+class BoundedBuffer(ReceiveBuffer):
+    """What h11 has received. It counts the lines of a head before h11 parses them."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """As h11's. Raises RemoteProtocolError if there are too many."""
+        lines = super().maybe_extract_lines()
+        if lines is not None and len(lines) > MAX_HEADERS:
+            raise h11.RemoteProtocolError("there are too many headers", error_status_hint=431)
+        return lines
+
+
 class BoundedParser(h11.Connection):
-    """Parses requests, and refuses a body in tiny chunks."""
+    """Parses requests, and refuses many headers, and a body in tiny chunks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._receive_buffer = BoundedBuffer()
         self._num_chunks = self._num_bytes = 0
 
     def next_event(self) -> Any:
@@ -64,7 +81,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
         """Watch the client from the first unsent byte, and let every request abort the connection."""
-        self.conn = BoundedParser(h11.SERVER)
+        self.conn = BoundedParser(h11.SERVER, self.conn._max_incomplete_event_size)
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
         self.app_state = {**self.app_state, ABORT: transport.abort}
