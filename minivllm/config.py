@@ -17,6 +17,7 @@ PREEMPTION_MODES = ("recompute", "swap")
 QUANTIZATIONS = ("int8",)
 EXECUTOR_BACKENDS = ("uni", "mp")
 ROUTINGS = ("least-loaded", "prefix-aware", "round-robin")
+GENERATION_CONFIGS = ("auto", "vllm")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LONGEST_WHOLE_PROMPT = 65_536
 """Tokens of a context beyond which prefill is chunked unless told otherwise: the activations of one step would take many gigabytes."""
@@ -42,6 +43,8 @@ class ModelConfig:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     model_cls: type | None = None
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    """What its generation_config.json recommends, by the names of `SamplingParams`; empty if that is not to be used."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,11 @@ class EngineArgs:
     served_model_name: str | None = _arg(
         None, "Name of the model in the API, metrics and traces. None: the one above, of a folder its last part."
     )
+    generation_config: str = _arg(
+        "auto",
+        'Sampling defaults: "auto" takes temperature, top_p and others from the model\'s generation_config.json where a request leaves them out; '
+        '"vllm" ignores that file.',
+    )
     dtype: str = _arg(
         "auto",
         'Data type of weights, activations and KV cache; "auto" is float32 on a CPU, otherwise what the model was saved in. '
@@ -313,6 +321,7 @@ class EngineArgs:
     trace: bool = _arg(False, "Record every step in `llm.llm_engine.trace`.")
 
     def __post_init__(self) -> None:
+        check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         if self.quantization is not None:

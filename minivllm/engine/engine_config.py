@@ -75,7 +75,7 @@ class EngineConfig:
         """
         # Imported here, so that an engine on a simulated executor does not load torch.
         from minivllm.models.hub import resolve_model
-        from minivllm.models.registry import check_can_be_split, load_model_config
+        from minivllm.models.registry import check_can_be_split, load_model_config, load_sampling_defaults
 
         for name, methods in PLUGINS.items():
             check_plugin(name, getattr(args, name), methods)
@@ -83,6 +83,8 @@ class EngineConfig:
             raise ConfigError(f"served_model_name is {args.served_model_name!r}, but must be printable characters.")
         model_config = load_model_config(str(args.model), resolve_model(args.model), args.max_model_len)
         model_config = replace(model_config, name=args.served_model_name or _public_name(str(args.model)))
+        if args.generation_config == "auto":
+            model_config = replace(model_config, sampling_defaults=load_sampling_defaults(model_config.path))
         parallel_config = args.parallel_config()
         check_can_be_split(model_config, parallel_config.tensor_parallel_size)
         return cls(

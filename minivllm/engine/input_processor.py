@@ -93,7 +93,7 @@ class InputProcessor:
             prompt: Text, token ids, or a dict with "prompt" or "prompt_token_ids". With "cache_salt" in it, a non-empty string, the prefix
                 cache shares blocks only with requests of the same salt, so that nobody else can tell by timing what the prompt was. With
                 "add_special_tokens": False, the tokenizer puts no special tokens around the text.
-            params: How to generate; the defaults if None.
+            params: How to generate; the model's defaults if None.
             arrival_time: Seconds of the engine's clock; now if None.
             priority: With the "priority" policy, smaller goes first.
             data_parallel_rank: The replica that it should go to, if that takes requests; None for the router's choice.
@@ -105,7 +105,7 @@ class InputProcessor:
             raise RequestError(f"data_parallel_rank is {data_parallel_rank}, but must be from 0 to {self.num_engines - 1}.")
         if not isinstance(request_id, str) or not request_id or not request_id.isprintable():
             raise RequestError(f"request_id must be a non-empty string of printable characters, not {request_id!r}.")
-        params = SamplingParams() if params is None else params
+        params = SamplingParams(**self._model_config.sampling_defaults) if params is None else params
         text, token_ids = self.read_prompt(prompt)
         if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
             room = self.max_request_tokens - min(params.max_tokens or 1, self.max_request_tokens // 2)

@@ -58,7 +58,7 @@ class LLM:
 
         Args:
             prompts: A string, the token ids of one prompt, a dict with "prompt" or "prompt_token_ids", or a list of these.
-            sampling_params: One for all prompts, or a list with one for each; the defaults if None.
+            sampling_params: One for all prompts, or a list with one for each; `get_default_sampling_params()` if None.
             use_tqdm: Show progress.
             tokenization_kwargs: `{"add_special_tokens": False}` for texts without the tokenizer's special tokens around them.
 
@@ -134,9 +134,16 @@ class LLM:
             raise RequestError("There is no tokenizer (skip_tokenizer_init=True).")
         return self.llm_engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` use if none are given: the defaults of `SamplingParams`, changed as the model's generation_config.json says.
+
+        Change some with `dataclasses.replace(llm.get_default_sampling_params(), max_tokens=100)`.
+        """
+        return SamplingParams(**self.llm_engine.model_config.sampling_defaults)
+
     def _params_for(self, prompts: list[Any], params: Any) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * len(prompts)
+            return [params or self.get_default_sampling_params()] * len(prompts)
         if not isinstance(params, (list, tuple)):
             raise RequestError(f"sampling_params must be a SamplingParams or a list of them, not {type(params).__name__}.")
         if len(params) != len(prompts):

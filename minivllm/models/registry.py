@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.config import ModelConfig
-from minivllm.errors import ConfigError, ModelLoadError
+from minivllm.errors import ConfigError, ModelLoadError, RequestError
 from minivllm.models.base import CausalLM
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.opt import OPTForCausalLM
 from minivllm.models.qwen3 import Qwen3ForCausalLM
+from minivllm.sampling_params import SamplingParams
 
 MODELS: dict[str, type[CausalLM] | str] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -223,6 +224,28 @@ def _supported_architecture(name: str, config: dict[str, Any]) -> str:
             return architecture
     found = ", ".join(map(repr, architectures)) or f"model_type {config.get('model_type')!r}"
     raise ModelLoadError(f"{name} is a {found} model, which is not supported: supported are {', '.join(MODELS)}.")
+
+
+def load_sampling_defaults(path: Path) -> dict[str, Any]:
+    """The parameters that a folder's generation_config.json recommends, by the names of `SamplingParams`; those that vLLM takes from there.
+
+    Raises:
+        ModelLoadError: The file is damaged, or a value is out of range.
+    """
+    file = path / "generation_config.json"
+    content = read_json(file) if file.exists() else {}
+    defaults = {ours: value for theirs, ours in _SAMPLING_DEFAULTS.items() if (value := content.get(theirs)) is not None}
+    try:
+        SamplingParams(**defaults)
+    except RequestError as error:
+        raise ModelLoadError(
+            f"{file} cannot be used: {error} Correct it, or set generation_config='vllm' to ignore it."
+        ) from None
+    return defaults
+
+
+_SAMPLING_DEFAULTS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+_SAMPLING_DEFAULTS["max_new_tokens"] = "max_tokens"
 
 
 def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:

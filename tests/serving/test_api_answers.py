@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 
@@ -417,3 +418,27 @@ def test_health_version_metrics_and_description(server):
     assert server.client.get("/version").json()["version"]
     assert "minivllm:num_requests_running" in server.client.get("/metrics").text
     assert "422" not in server.client.get("/openapi.json").text
+
+
+# -- the model's own defaults ----------------------------------------------------------------------------------------
+
+
+def test_a_request_gets_the_models_sampling_defaults_where_it_says_nothing(server, monkeypatch):
+    defaults = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 3}
+    monkeypatch.setattr(
+        server.engine, "model_config", dataclasses.replace(server.engine.model_config, sampling_defaults=defaults)
+    )
+    seen, generate = [], server.engine.generate
+
+    def note(request):
+        params = request.core_request.sampling_params
+        seen.append((params.temperature, params.top_p, params.top_k, params.max_tokens))
+        return generate(request)
+
+    monkeypatch.setattr(server.engine, "generate", note)
+    assert server.chat().status_code == 200
+    assert server.chat(temperature=0, max_tokens=2).status_code == 200
+    assert server.complete(max_tokens=None).status_code == 200
+    body = server.client.post("/v1/responses", json={"input": "Hi", "top_p": 0.5}).json()
+    assert seen == [(0.6, 0.95, 20, 3), (0, 0.95, 20, 2), (0.6, 0.95, 20, 16), (0.6, 0.5, 20, 3)]
+    assert (body["temperature"], body["top_p"]) == (0.6, 0.5)

@@ -8,10 +8,20 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from minivllm.config import DTYPES, EXECUTOR_BACKENDS, POLICIES, PREEMPTION_MODES, QUANTIZATIONS, ROUTINGS, EngineArgs
+from minivllm.config import (
+    DTYPES,
+    EXECUTOR_BACKENDS,
+    GENERATION_CONFIGS,
+    POLICIES,
+    PREEMPTION_MODES,
+    QUANTIZATIONS,
+    ROUTINGS,
+    EngineArgs,
+)
 from minivllm.errors import ConfigError
 
 _CHOICES = {
+    "generation_config": GENERATION_CONFIGS,
     "dtype": DTYPES,
     "quantization": QUANTIZATIONS,
     "device": ("auto", "cpu", "cuda"),

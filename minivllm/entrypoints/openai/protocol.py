@@ -204,11 +204,11 @@ class GenerationBody(SamplingBody):
         """Whether each chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def shared_sampling_params(self) -> dict[str, Any]:
-        """The given fields that `SamplingParams` has too, by name and meaning."""
+    def shared_sampling_params(self, defaults: dict[str, Any]) -> dict[str, Any]:
+        """The given fields that `SamplingParams` has too, by name and meaning, and the model's `defaults` for others."""
         names = SamplingParams.__dataclass_fields__.keys() & GenerationBody.model_fields.keys() - {"structured_outputs"}
         shared = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return shared | {"structured_outputs": self.structured_outputs_params()}
+        return defaults | shared | {"structured_outputs": self.structured_outputs_params()}
 
     def structured_outputs_params(self) -> StructuredOutputsParams | None:
         """What constrains the text, from `response_format` or `structured_outputs`.

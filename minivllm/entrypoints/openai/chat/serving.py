@@ -32,7 +32,11 @@ class ChatAnswer(Answer):
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         self.chat = body
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = body.shared_sampling_params() | {"max_tokens": max_tokens, "logprobs": num_logprobs}
+        sampling = body.shared_sampling_params({"max_tokens": None} | engine.model_config.sampling_defaults) | {
+            "logprobs": num_logprobs
+        }
+        if max_tokens is not None:
+            sampling["max_tokens"] = max_tokens
         if (schema := schema_of_calls(body)) is not None:
             sampling["structured_outputs"] = StructuredOutputsParams(json=schema)
         if body.tools and body.tool_choice in (None, "auto"):

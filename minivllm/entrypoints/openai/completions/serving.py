@@ -29,7 +29,7 @@ class CompletionAnswer(Answer):
 
     def __init__(self, engine: AsyncLLMEngine, body: CompletionRequest) -> None:
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        sampling = body.shared_sampling_params()
+        sampling = body.shared_sampling_params(engine.model_config.sampling_defaults)
         if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
             sampling["prompt_logprobs"] = body.logprobs
         self.prompts = split_prompts(body.prompt)
@@ -43,7 +43,7 @@ class CompletionAnswer(Answer):
         """For each streamed continuation, by its index."""
         self._prompt_token_ids: dict[int, list[int]] = {}
         """For each that has not begun."""
-        params = SamplingParams(**sampling, max_tokens=max(max_tokens, 1), logprobs=body.logprobs)
+        params = SamplingParams(**sampling | {"max_tokens": max(max_tokens, 1), "logprobs": body.logprobs})
         super().__init__(engine, body, params, len(self.prompts))
 
     async def make_prompts(self) -> list[Prompt]:
