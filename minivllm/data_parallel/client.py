@@ -223,6 +223,8 @@ class DPLBAsyncMPClient(MPClient):
             with self.lock:
                 liveness.excuse_silence(now)
         self._latest_check = now
+        with self.lock:
+            self._sockets.restore_files()
         self._check_coordinator(now)
         if self._launcher is not None:
             for rank, incarnation in liveness.find_hopeless(now):

@@ -35,7 +35,7 @@ from minivllm.data_parallel.messages import (
     encode,
 )
 from minivllm.data_parallel.routing import LoadPublisher
-from minivllm.data_parallel.sockets import MAX_HANDSHAKE_BYTES, KeyPair, RefusalLog, Sockets
+from minivllm.data_parallel.sockets import LOOK_SECONDS, MAX_HANDSHAKE_BYTES, KeyPair, RefusalLog, Sockets
 from minivllm.executor.processes import ForwardLog, exit_with_parent, read_setup
 
 logger = logging.getLogger("minivllm.data_parallel.coordinator")  # also as the main module of its process
@@ -117,7 +117,7 @@ class DPCoordinatorProc:
 
     def __init__(self, setup: CoordinatorSetup) -> None:
         self._setup = setup
-        sockets = Sockets(setup.key)
+        self._sockets = sockets = Sockets(setup.key)
         self._handshake, _ = sockets.bind(zmq.ROUTER, setup.handshake_address, MAXMSGSIZE=MAX_HANDSHAKE_BYTES, ROUTER_HANDOVER=1)
         self._reports, self._report_address = sockets.bind(zmq.PULL, setup.report_address, MAXMSGSIZE=MAX_HANDSHAKE_BYTES)
         self._publish, self._publish_address = sockets.bind(zmq.XPUB, setup.publish_address)
@@ -139,7 +139,8 @@ class DPCoordinatorProc:
         for socket in (self._handshake, self._reports, self._publish, *(refusals.monitor for refusals in self._refusals)):
             poller.register(socket, zmq.POLLIN)
         while True:
-            wait = max(0.0, self._publisher.due - time.monotonic())
+            self._sockets.restore_files()  # the first API server, which finds the same, says so
+            wait = min(LOOK_SECONDS, max(0.0, self._publisher.due - time.monotonic()))
             if self._applicants or any(refusals.is_full for refusals in self._refusals):
                 wait = min(wait, 0.2)
             events = dict(poller.poll(1 + int(1000 * wait)))

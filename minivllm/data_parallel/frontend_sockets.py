@@ -103,6 +103,11 @@ class FrontendSockets:
                 hellos.append(identity)
         return hellos
 
+    def restore_files(self) -> None:
+        """Listen again on files that somebody has removed. Call this often."""
+        if (said := self._sockets.restore_files()) and self._launcher is not None:
+            logger.warning(said)
+
     def close(self) -> None:
         """Close all sockets."""
         self._sockets.close()

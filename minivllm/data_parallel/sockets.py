@@ -6,12 +6,15 @@ machine can reach.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hmac
 import ipaddress
 import logging
 import math
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +29,8 @@ from minivllm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+LOOK_SECONDS = 1.0
+"""How often to look whether files of sockets are there."""
 PING_SECONDS, LOST_SECONDS = 1.0, 10.0
 """A silent connection is pinged. If nothing arrives within `LOST_SECONDS`, it is lost, and made again."""
 
@@ -99,6 +104,15 @@ def check_may_listen(host: str, key: KeyPair | None) -> None:
         )
 
 
+def make_private_folder(folder: Path) -> None:
+    """Make a folder that only this user may enter, unless it is there. Raises OSError if it cannot be made, or belongs to somebody else."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "others have made a folder there")
+
+
 def tcp_address(host: str, port: int) -> str:
     """A TCP address as ZeroMQ writes it."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -111,6 +125,9 @@ class Sockets:
         self.context = zmq.Context()
         self.key = key
         self._authenticator: ThreadAuthenticator | None = None
+        self._files: list[tuple[zmq.Socket[bytes], Path]] = []
+        """The sockets that listen on a file."""
+        self._next_look, self._are_lost = 0.0, False
 
     def bind(self, kind: int, address: str, **options: int) -> tuple[zmq.Socket[bytes], str]:
         """A socket that listens, and its address, in which port 0 has become a free one."""
@@ -125,7 +142,29 @@ class Sockets:
         made.bind(address)
         endpoint = made.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
+        if address.startswith("ipc://"):
+            self._files.append((made, Path(address.removeprefix("ipc://"))))
         return made, endpoint.rstrip(b"\0").decode()
+
+    def restore_files(self) -> str | None:
+        """Listen again on files that somebody has removed, perhaps a cleaner of /tmp: connections outlive them, but nobody can make another.
+
+        Call this often, in the thread of the sockets. It looks once a second. Returns what was done, or why it cannot be, once, in words.
+        """
+        if (now := time.monotonic()) < self._next_look:
+            return None
+        self._next_look = now + LOOK_SECONDS
+        lost = [(listening, path) for listening, path in self._files if not path.exists()]
+        had_lost, self._are_lost = self._are_lost, bool(lost)
+        try:
+            for listening, path in lost:
+                make_private_folder(path.parent)
+                listening.bind(f"ipc://{path}")
+        except (OSError, zmq.ZMQError) as error:
+            why = f"Sockets in {lost[0][1].parent} were removed, and cannot be made again ({error.strerror})"
+            return None if had_lost else f"{why}: processes that are started from now on cannot connect."
+        self._are_lost = False
+        return f"Sockets in {lost[0][1].parent} were removed, perhaps by a cleaner, and made again." if lost else None
 
     def connect(self, kind: int, address: str, **options: Any) -> zmq.Socket[bytes]:
         """A socket that connects, now or as soon as there is a listener."""

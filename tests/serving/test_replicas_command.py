@@ -5,9 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -47,6 +49,11 @@ def becomes(condition, seconds=60):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def coordinators(served):
+    children = psutil.Process(served.process.pid).children()
+    return [child for child in children if any("data_parallel.coordinator" in part for part in child.cmdline())]
 
 
 def wait_until_ready(served):
@@ -148,14 +155,10 @@ def test_restarted_one_after_another_under_load(served, expected, capsys):
 
 
 def test_a_coordinator_that_is_killed_is_started_again(served, expected):
-    def coordinators():
-        children = psutil.Process(served.process.pid).children()
-        return [child for child in children if any("data_parallel.coordinator" in part for part in child.cmdline())]
-
-    (old,) = coordinators()
+    (old,) = coordinators(served)
     with streams(served, expected):
         old.kill()
-    becomes(lambda: [child for child in coordinators() if child.pid != old.pid])
+    becomes(lambda: [child for child in coordinators(served) if child.pid != old.pid])
     with streams(served, expected):
         pass
     # A replica that is killed now is started again, and takes its share.
@@ -164,6 +167,24 @@ def test_a_coordinator_that_is_killed_is_started_again(served, expected):
         os.kill(victim["process_id"], signal.SIGKILL)
     wait_until_ready(served)
     assert replicas(served)[0]["process_id"] != victim["process_id"]
+
+
+def test_replicas_and_the_coordinator_are_replaced_though_a_cleaner_has_removed_their_sockets(served, expected):
+    wait_until_ready(served)
+    (coordinator,) = coordinators(served)
+    folder = next(
+        Path(item.laddr).parent
+        for item in psutil.Process(served.process.pid).net_connections("unix")
+        if "/requests-" in item.laddr
+    )
+    old = [item["process_id"] for item in replicas(served)]
+    with streams(served, expected):
+        shutil.rmtree(folder)
+        coordinator.kill()
+    assert run(served, "restart", "--rolling") == 0
+    assert "were removed, perhaps by a cleaner, and made again." in served.log.read_text()
+    assert not set(old) & {item["process_id"] for item in replicas(served)}
+    assert {path.name for path in folder.iterdir()} >= {"requests-0", "outputs-0", "reports-0", "handshake", "loads"}
 
 
 @pytest.mark.long

@@ -13,6 +13,8 @@ from minivllm.entrypoints.cli.serve import API_KEY_VARIABLE
 from minivllm.errors import ConfigError
 
 POLL_SECONDS = 0.2
+PASSING = ("starting", "unreachable", "draining")
+"""States of a replica that will be another soon."""
 
 
 def add_replicas_command(commands) -> None:  # noqa: ANN001
@@ -59,6 +61,15 @@ class _Server:
         Raises:
             ConfigError: There is none, or it is an error.
         """
+        return self._ask(method, path)[1]
+
+    def restart(self, rank: int, *, may_wait: bool) -> bool:
+        """Restart a replica. False if it cannot be at the moment, and `may_wait`. Raises the errors of `ask`."""
+        status, _ = self._ask("POST", f"/replicas/{rank}/restart", allowed=(409,) if may_wait else ())
+        return status != 409
+
+    def _ask(self, method: str, path: str, allowed: tuple[int, ...] = ()) -> tuple[int, dict[str, Any]]:
+        """Status and content of the answer. Errors with an allowed status are not raised."""
         import httpx
 
         try:
@@ -69,10 +80,10 @@ class _Server:
             raise ConfigError(f"There is no answer from {self._url}: {error or type(error).__name__}.") from None
         except ValueError:
             raise ConfigError(f"{self._url}{path} is not minivllm's: its answer is not JSON.") from None
-        if response.status_code >= 400 or "error" in content:
+        if response.status_code not in allowed and (response.status_code >= 400 or "error" in content):
             message = content.get("error", {}).get("message", f"status {response.status_code}")
             raise ConfigError(f"{self._url} refuses. {message}")
-        return content
+        return response.status_code, content
 
     def replicas(self) -> dict[int, dict[str, Any]]:
         """The replicas, by rank."""
@@ -90,12 +101,13 @@ def run_list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _wait_for_others(server: _Server, rank: int, timeout: float) -> None:
-    """Wait until replicas that are starting are ready: while this one restarts, they get its requests."""
+def _wait_for_all(server: _Server, rank: int, timeout: float) -> str:
+    """Wait until no replica is on its way: this one must be ready, and the others get its requests. Returns this one's state."""
     end = time.monotonic() + timeout
-    while coming := [
-        other for other, replica in server.replicas().items() if other != rank and replica["state"] in ("starting", "unreachable")
-    ]:
+    while True:
+        states = {other: replica["state"] for other, replica in server.replicas().items()}
+        if not (coming := [other for other, state in states.items() if state in PASSING]):
+            return states.get(rank, "gone")
         if time.monotonic() > end:
             raise ConfigError(f"Replicas {coming} are not ready after {timeout:.0f} seconds: replica {rank} was left alone.")
         time.sleep(POLL_SECONDS)
@@ -107,21 +119,29 @@ def run_restart(arguments: argparse.Namespace) -> int:
     replicas = server.replicas()
     if arguments.rolling == bool(arguments.ranks):
         raise ConfigError("Say which replicas to restart: their ranks, or --rolling for all of them.")
-    ranks = arguments.ranks or sorted(replicas)
-    for rank in ranks:
-        start = time.monotonic()
-        _wait_for_others(server, rank, arguments.timeout)
-        old = server.replicas().get(rank, {}).get("process_id")
-        server.ask("POST", f"/replicas/{rank}/restart")
-        print(f"Replica {rank} finishes what it has ... ", end="", file=sys.stderr, flush=True)
-        while True:
-            time.sleep(POLL_SECONDS)
-            replica = server.replicas()[rank]
-            if replica["state"] == "ready" and replica["process_id"] != old:
-                break
-            if time.monotonic() - start > arguments.timeout:
-                raise ConfigError(
-                    f"Replica {rank} is {replica['state']} after {arguments.timeout:.0f} seconds: the others were left alone."
-                )
-        print(f"and is back after {time.monotonic() - start:.1f} s.", file=sys.stderr, flush=True)
+    for rank in arguments.ranks or sorted(replicas):
+        _restart(server, rank, arguments.timeout, must_be_there=not arguments.rolling)
     return 0
+
+
+def _restart(server: _Server, rank: int, timeout: float, *, must_be_there: bool) -> None:
+    """Restart a replica, and wait until the next process is ready."""
+    start = time.monotonic()
+    while True:
+        state = _wait_for_all(server, rank, timeout)
+        if state != "ready" and not must_be_there:
+            print(f"Replica {rank} is {state}: there is nothing to restart.", file=sys.stderr)
+            return
+        old = server.replicas().get(rank, {}).get("process_id")
+        if server.restart(rank, may_wait=state == "ready" and time.monotonic() - start < timeout):
+            break
+        time.sleep(POLL_SECONDS)  # it has just died, or somebody else restarts it
+    print(f"Replica {rank} finishes what it has ... ", end="", file=sys.stderr, flush=True)
+    while True:
+        time.sleep(POLL_SECONDS)
+        replica, seconds = server.replicas()[rank], time.monotonic() - start
+        if replica["state"] == "ready" and replica["process_id"] != old:
+            break
+        if replica["state"] == "given up" or seconds > timeout:
+            raise ConfigError(f"Replica {rank} is {replica['state']} after {seconds:.0f} seconds: the others were left alone.")
+    print(f"and is back after {time.monotonic() - start:.1f} s.", file=sys.stderr, flush=True)
