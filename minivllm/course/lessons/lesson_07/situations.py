@@ -1,4 +1,4 @@
-"""Sets up the same random situation in a learner's scheduler and in the package's, and compares the two.
+"""The same random situation in the package's scheduler and in a learner's, and comparisons of the two; for lesson 10, too.
 
 A learner's queues are lists sorted by `order`; the package's are `SequenceQueue`s.
 """
@@ -6,22 +6,40 @@ A learner's queues are lists sorted by `order`; the package's are `SequenceQueue
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
-from minivllm.course.observations import Hint, expect, seeded
+from minivllm.course.observations import expect, fail, seeded
 from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput
+from minivllm.scheduler_output import SchedulerOutput
 
 STOP_TOKEN = 7
 """The stop token in these checks."""
 _QUEUES = ("waiting", "running", "swapped")
-Outputs = tuple[SchedulerOutput, SchedulerOutput]
-"""A step as the package's scheduler decided it, and as the learner's did."""
+_USUAL = {"swapped": (0, 0), "running": (0, 0), "waiting": (0, 0), "spare": (0, 8), "host": (0, 4), "budget": (30, 60)}
+"""Of a scene: how many sequences are in each queue, how many device and host blocks are free, and the limit of tokens."""
+_LOOKS = {
+    "preempted": "which one gives way, the last in self.running; and at output.preempted",
+    "batch": "which sequences are in the step, and how many tokens each computes",
+    "running": "who joins and who leaves, and whether the queue is kept sorted by `order`",
+    "order": "seq.order: once set, it never changes, so that a preempted sequence comes before all that arrived later",
+    "token_ids": "what changes token_ids: only `update` does",
+    "num_computed_tokens": "num_computed_tokens: 0 where keys and values are lost, unchanged by a swap",
+    "num_prefills": "output.num_prefills: each newcomer counts, and each chunk of a prompt",
+    "blocks": "which blocks are taken and freed: append_slots makes room for the newest token before it is computed",
+    "blocks_to_swap_out": "the pairs that the manager's swap_out returns",
+    "blocks_to_swap_in": "the pairs that the manager's swap_in returns",
+    "tables in the batch": "append_slots before add: `add` hands the block table to the model as it is at that moment",
+    "requests": "self.requests",
+    "preemptions": "request.metrics.num_preemptions",
+}
+"""Where to look, unless a check knows better."""
 
 
 class _Blocks(BlockSpaceManager):
@@ -31,98 +49,76 @@ class _Blocks(BlockSpaceManager):
         return list(super().get_block_table(seq))
 
 
-def make_twins(cls: type, seed: str, **options: Any) -> tuple[Any, Any]:
-    """Set up the same situation in a learner's scheduler and in the package's."""
-    return make_scene(cls, seed, **options), make_scene(Scheduler, seed, **options)
+class Reference(Scheduler):
+    """The package's decisions under the names of the lesson."""
+
+    admit, preempt, swap_in = Scheduler._admit, Scheduler._preempt, Scheduler._swap_in
+
+    def finish(self, seq: Sequence, status: SequenceStatus) -> None:
+        """End a sequence."""
+        self.abort_request(seq.request.request_id, status)
+
+
+# -- random situations -------------------------------------------------------------------------------------------------
 
 
 def make_scene(
-    cls: type,
-    seed: str,
-    *,
-    running: tuple[int, int] = (0, 0),
-    waiting: tuple[int, int] = (0, 0),
-    swapped: tuple[int, int] = (0, 0),
-    spare: tuple[int, int] = (0, 8),
-    host: tuple[int, int] = (0, 4),
-    budget: tuple[int, int] = (30, 60),
-    mode: str = "recompute",
-    prefill: bool = False,
-    longest_prompt: int = 9,
+    cls: type, seed: str, mode: str = "recompute", prefill: bool = False, longest_prompt: int = 9, **ranges: tuple[int, int]
 ) -> Any:
-    """A scheduler at work. The pairs are ranges: of sequences in each queue, of free device and host blocks, of tokens."""
+    """A scheduler at work; `ranges` are as in `_USUAL`."""
     rng = seeded(seed)
-    counts = {"running": rng.randint(*running), "swapped": rng.randint(*swapped), "waiting": rng.randint(*waiting)}
+    drawn = {name: rng.randint(*limits) for name, limits in (_USUAL | ranges).items()}
+    queues = [queue for queue in ("swapped", "running", "waiting") for _ in range(drawn[queue])]
+    sequences = [_make_sequence(rng, number, queue, longest_prompt) for number, queue in enumerate(queues)]
     block_size, policy = rng.choice((2, 3, 4)), rng.choice(("fcfs", "priority"))
     mode = rng.choice(("recompute", "swap", "swap")) if mode == "any" else mode
-    numbers = list(range(sum(counts.values())))
-    if policy == "priority":
-        rng.shuffle(numbers)
-    sequences: list[tuple[str, Sequence, int]] = []
-    for queue, count in counts.items():
-        for _ in range(count):
-            seq = Sequence(
-                len(sequences), make_request(chr(ord("a") + len(sequences)), rng.randint(1, longest_prompt), rng.randint(1, 5))
-            )
-            has_output = queue != "waiting" or rng.random() < 0.3
-            seq.token_ids += [1] * (rng.randint(1, max(1, seq.request.max_num_tokens - seq.num_tokens - 1)) if has_output else 0)
-            sequences.append((queue, seq, numbers[len(sequences)]))
-    taken = {queue: sum(-(-(seq.num_tokens - 1) // block_size) for q, seq, _ in sequences if q == queue) for queue in _QUEUES}
-    growing = sum((seq.num_tokens - 1) % block_size == 0 for queue, seq, _ in sequences if queue == "running")
-    num_blocks = taken["running"] + max(rng.randint(*spare), 0) + (rng.choice((0, growing // 2)) if spare[1] < 3 else 0)
-    largest = max((-(-(seq.num_tokens + 2) // block_size) for _, seq, _ in sequences), default=1)
-    manager = _Blocks(
-        block_size, max(num_blocks, largest), taken["swapped"] + rng.randint(*host), watermark=rng.choice((0.0, 0.2))
-    )
-    places = max(1, counts["running"] + rng.randint(0, 3))
-    config = SchedulerConfig(places, max(places, rng.randint(*budget)), policy=policy, preemption_mode=mode)
-    scheduler = cls(config, manager)
-    for queue, seq, number in sequences:
+    places = max(1, drawn["running"] + rng.randint(0, 3))
+    config = SchedulerConfig(places, max(places, drawn["budget"]), policy=policy, priority_preemption=False, preemption_mode=mode)
+    taken = [-(-(seq.num_tokens - 1) // block_size) for seq in sequences]
+    on_host, on_device = sum(taken[: drawn["swapped"]]), sum(taken[drawn["swapped"] : drawn["swapped"] + drawn["running"]])
+    largest = max((-(-(seq.num_tokens + 2) // block_size) for seq in sequences), default=1)
+    num_blocks, num_on_host = max(on_device + drawn["spare"], largest), on_host + drawn["host"]
+    scheduler = cls(config, _Blocks(block_size, num_blocks, num_on_host, watermark=rng.choice((0.0, 0.2))))
+    numbers = rng.sample(range(len(queues)), len(queues)) if policy == "priority" else range(len(queues))
+    for seq, queue, number in zip(sequences, queues, numbers, strict=True):
+        seq.order, seq.status = (number, 0), SequenceStatus(queue)
+        scheduler.requests[seq.request.request_id] = seq.request
+        line = getattr(scheduler, queue)
+        insort(line, seq, key=lambda other: other.order) if isinstance(line, list) else line.add(seq)
         if queue != "waiting":
-            newest = seq.token_ids.pop()
-            if queue == "swapped":  # its blocks were on the device before
-                for _ in range(manager.num_blocks_for(seq.num_tokens)):
-                    manager.swapped_tables.setdefault(seq.seq_id, []).append(manager.cpu_allocator.allocate())
-            else:
-                manager.allocate(seq)
-            seq.num_computed_tokens = seq.num_tokens
-            seq.token_ids.append(newest)
-            if prefill and rng.random() < 0.4:  # a prompt, or a recomputation: all tokens are computed in one step
-                manager.append_slots(seq)
+            _compute(scheduler.block_manager, seq)
+            if queue == "swapped":
+                scheduler.block_manager.swap_out(seq)
+            elif prefill and rng.random() < 0.4:  # a prompt, or a recomputation: all tokens are computed in one step
+                scheduler.block_manager.append_slots(seq)
                 seq.num_computed_tokens = 0
-        place(scheduler, queue, seq, (number, 0))
     return scheduler
+
+
+def _compute(manager: BlockSpaceManager, seq: Sequence) -> None:
+    """Everything but its newest token is in the cache, which has no slot for that one yet."""
+    newest = seq.token_ids.pop()
+    manager.allocate(seq)
+    seq.num_computed_tokens = seq.num_tokens
+    seq.token_ids.append(newest)
+
+
+def _make_sequence(rng: Any, number: int, queue: str, longest_prompt: int) -> Sequence:
+    """A sequence for a queue: with output, except where it may never have run."""
+    seq = Sequence(number, make_request(chr(ord("a") + number), rng.randint(1, longest_prompt), rng.randint(1, 5)))
+    seq.request.sequences.append(seq)
+    if queue != "waiting":
+        seq.request.metrics.num_preemptions = seq.num_prompt_tokens % 3  # it may have been preempted before
+    if queue != "waiting" or rng.random() < 0.3:
+        seq.token_ids += [1] * rng.randint(1, max(1, seq.request.max_num_tokens - seq.num_tokens - 1))
+    return seq
 
 
 def make_request(name: str, prompt_len: int, output_len: int, priority: int = 0, arrival: float = 0.0) -> Request:
     """A request with a length limit, which a stop token may end earlier, from its second output token on."""
     params = SamplingParams(max_tokens=output_len, min_tokens=min(2, output_len), stop_token_ids=[STOP_TOKEN])
-    prompt = list(range(100, 100 + prompt_len))
-    max_num_tokens = prompt_len + output_len + 1
-    return Request(
-        EngineCoreRequest(name, prompt, params, max_num_tokens=max_num_tokens, arrival_time=arrival, priority=priority)
-    )
-
-
-def place(scheduler: Any, queue: str, seq: Sequence, order: tuple[int, ...]) -> None:
-    """Put a sequence into a queue of either scheduler."""
-    seq.order, seq.status = order, SequenceStatus(queue)
-    if seq not in seq.request.sequences:
-        seq.request.sequences.append(seq)
-    scheduler.requests[seq.request.request_id] = seq.request
-    if queue != "waiting":
-        seq.request.metrics.num_preemptions = len(seq.request.prompt_token_ids) % 3  # it may have been preempted before
-    line = getattr(scheduler, queue)
-    if isinstance(line, list):
-        insort(line, seq, key=lambda other: other.order)
-    else:
-        line.add(seq)
-
-
-def take_out(scheduler: Any, request_id: str) -> None:
-    """Remove a waiting request from either scheduler, bypassing its methods."""
-    del scheduler.requests[request_id]
-    scheduler.waiting.remove(next(seq for seq in scheduler.waiting if seq.request.request_id == request_id))
+    prompt, longest = list(range(100, 100 + prompt_len)), prompt_len + output_len + 1
+    return Request(EngineCoreRequest(name, prompt, params, max_num_tokens=longest, arrival_time=arrival, priority=priority))
 
 
 def take_blocks(scheduler: Any, num_left: int) -> None:
@@ -132,62 +128,63 @@ def take_blocks(scheduler: Any, num_left: int) -> None:
         manager.gpu_allocator.allocate()
 
 
-def advance(output: SchedulerOutput) -> None:
-    """Do to a step's sequences what `update` would: everything scheduled is computed, and each gets a token that ends nothing."""
-    for part in output.scheduled:
-        part.seq.num_computed_tokens += part.num_tokens
-        part.seq.token_ids.append(1)
+# -- two schedulers ----------------------------------------------------------------------------------------------------
 
 
-def make_batch(scheduler: Any) -> SchedulerOutput:
-    """A step in which every running sequence computes all its uncomputed tokens."""
-    output = SchedulerOutput()
-    for seq in scheduler.running:
-        if seq.num_uncomputed_tokens == 1:
-            scheduler.block_manager.append_slots(seq)
-        table = scheduler.block_manager.get_block_table(seq)
-        output.scheduled.append(ScheduledSequence(seq, seq.num_uncomputed_tokens, table))
-    return output
+class Twins:
+    """The package's scheduler and a learner's in the same situation, and the step that each is building.
+
+    Attributes:
+        theirs, mine: The package's and the learner's; the methods have the lesson's names in both.
+        outputs: Their steps.
+        said: The situation and what was done then, for messages.
+    """
+
+    def __init__(self, theirs: Any, mine: Any) -> None:
+        self.theirs, self.mine = theirs, mine
+        self.outputs = [SchedulerOutput(), SchedulerOutput()]
+        self.said = ""
+
+    def __iter__(self) -> Iterator[tuple[Any, SchedulerOutput]]:
+        return zip((self.theirs, self.mine), self.outputs, strict=True)
+
+    def say(self, more: str) -> None:
+        """Describe the situation before something is done with it."""
+        self.said = f"{describe(self.theirs, self.outputs[0])} {more}"
+
+    def call(self, method: str) -> None:
+        """Call a method that takes the step."""
+        self.say(f"Then {method}(output).")
+        for scheduler, output in self:
+            getattr(scheduler, method)(output)
+
+    def schedule(self, call: str = "schedule()") -> None:
+        """Let both decide a step."""
+        self.outputs = [SchedulerOutput(), SchedulerOutput()]
+        self.say(f"Then {call}.")
+        self.outputs = [scheduler.schedule() for scheduler, _ in self]
+        if not isinstance(self.outputs[1], SchedulerOutput):
+            fail(f"{self.said}\nExpected: a SchedulerOutput\nGot: {self.outputs[1]!r}\nLook at what schedule returns.")
+
+    def compare(
+        self, looks: Mapping[str, str | Callable[[Twins], str]] = MappingProxyType({}), skip: Collection[str] = ()
+    ) -> None:
+        """Raise an AssertionError about the first difference, if there is one."""
+        expected, got = (picture_of(*pair) for pair in self)
+        for name, value in expected.items():
+            look = looks.get(name) or _LOOKS.get(name, f"what changes {name}")
+            if name not in skip:
+                expect(self.said, name, value, got[name], look if isinstance(look, str) else partial(look, self))
 
 
-# -- comparing -------------------------------------------------------------------------------------------------------
+def make_twins(cls: type, seed: str, **options: Any) -> Twins:
+    """The same scene for the package's scheduler and a learner's."""
+    return Twins(make_scene(Reference, seed, **options), make_scene(cls, seed, **options))
 
 
-def names_of(queue: Any) -> list[str]:
+def names_of(queue: Iterable[Sequence]) -> list[str]:
     """The ids of the requests in a queue, in order."""
     return [seq.request.request_id for seq in queue]
-
-
-def picture_of(scheduler: Any, output: SchedulerOutput | None = None) -> dict[str, Any]:
-    """The observable state of a scheduler and its step, by name, the most important first. Nothing in it changes later."""
-    sequences = [seq for queue in _QUEUES for seq in getattr(scheduler, queue)]
-    manager, observations = scheduler.block_manager, dict[str, Any]()
-    names = {seq.seq_id: seq.request.request_id for seq in sequences}
-    if output is not None:
-        observations["phase"] = output.phase
-        observations["preempted"], observations["swapped_in"] = names_of(output.preempted), names_of(output.swapped_in)
-        observations["batch"] = {part.seq.request.request_id: count_tokens(part.num_tokens) for part in output.scheduled}
-        observations["order of the batch"] = names_of(part.seq for part in output.scheduled)
-    observations |= {queue: names_of(getattr(scheduler, queue)) for queue in _QUEUES}
-    for name, attribute in (
-        ("status", "status"),
-        ("order", "order"),
-        ("token_ids", "token_ids"),
-        ("computed", "num_computed_tokens"),
-    ):
-        observations[name] = {seq.request.request_id: _plain(getattr(seq, attribute)) for seq in sequences}
-    if output is not None:
-        for name in ("num_batched_tokens", "num_prefills", "blocks_to_swap_out", "blocks_to_swap_in", "blocks_to_copy"):
-            observations[name] = _plain(getattr(output, name))
-    tables = ({names.get(i, "a finished sequence"): list(table) for i, table in kept.items()}
-              for kept in (manager.block_tables, manager.swapped_tables))  # fmt: skip
-    observations["blocks"], observations["host blocks"] = tables
-    if output is not None:
-        observations["tables in the batch"] = {part.seq.request.request_id: list(part.block_table) for part in output.scheduled}
-    observations["free blocks"] = (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks())
-    observations["requests"] = sorted(scheduler.requests)
-    observations["preemptions"] = {seq.request.request_id: seq.request.metrics.num_preemptions for seq in sequences}
-    return observations
 
 
 def count_tokens(number: int) -> str:
@@ -195,38 +192,91 @@ def count_tokens(number: int) -> str:
     return f"{number} token" + ("" if number == 1 else "s")
 
 
-def _plain(value: Any) -> Any:
-    """A value as it is now: a list that may grow is copied, a status is its word."""
-    if isinstance(value, SequenceStatus):
-        return value.value
-    return list(value) if isinstance(value, list) else value
+def picture_of(scheduler: Any, output: SchedulerOutput) -> dict[str, Any]:
+    """The observable state of a scheduler and its step, by name, the most important first. Nothing in it changes later."""
+    manager, parts = scheduler.block_manager, output.scheduled
+    sequences = [seq for queue in _QUEUES for seq in getattr(scheduler, queue)]
+    names = {seq.seq_id: seq.request.request_id for seq in sequences}
+
+    def by_name(tables: Mapping[int, list[int]]) -> dict[str, list[int]]:
+        return {names.get(number, "a finished sequence"): list(table) for number, table in tables.items()}
+
+    def of_each(value: Callable[[Sequence], Any]) -> dict[str, Any]:
+        return {seq.request.request_id: value(seq) for seq in sequences}
+
+    return {
+        "phase": output.phase,
+        "preempted": names_of(output.preempted),
+        "swapped_in": names_of(output.swapped_in),
+        "batch": {part.seq.request.request_id: count_tokens(part.num_tokens) for part in parts},
+        "order of the batch": names_of(part.seq for part in parts),
+        **{queue: names_of(getattr(scheduler, queue)) for queue in _QUEUES},
+        "status": of_each(lambda seq: seq.status.value),
+        "order": of_each(lambda seq: seq.order),
+        "token_ids": of_each(lambda seq: list(seq.token_ids)),
+        "num_computed_tokens": of_each(lambda seq: seq.num_computed_tokens),
+        "num_cached_tokens": of_each(lambda seq: seq.request.metrics.num_cached_tokens),
+        "num_batched_tokens": output.num_batched_tokens,
+        "num_prefills": output.num_prefills,
+        "blocks": by_name(manager.block_tables),
+        "host blocks": by_name(manager.swapped_tables),
+        **{name: list(getattr(output, name)) for name in ("blocks_to_swap_out", "blocks_to_swap_in", "blocks_to_copy")},
+        "tables in the batch": {part.seq.request.request_id: list(part.block_table) for part in parts},
+        "free blocks": (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()),
+        "requests": sorted(scheduler.requests),
+        "preemptions": of_each(lambda seq: seq.request.metrics.num_preemptions),
+    }
 
 
-_ALWAYS = {
-    "order": "seq.order: once set, it never changes",
-    "token_ids": "what changes token_ids: only `update` does",
-    "tables in the batch": "append_slots before add: `add` hands the block table to the model as it is at that moment",
-}
-"""Where to look for what is the same in every stage."""
-
-
-def compare(said: str, theirs: Any, mine: Any, hints: Mapping[str, Hint], outputs: Outputs | None = None, skip: str = "") -> None:
-    """Raise an AssertionError about the first difference between two schedulers, if there is one. One observation may be skipped."""
-    expected, got = (picture_of(scheduler, outputs and outputs[i]) for i, scheduler in enumerate((theirs, mine)))
-    for name, value in expected.items():
-        if name != skip:
-            expect(said, name, value, got[name], hints.get(name, _ALWAYS.get(name, f"what changes {name}")))
-
-
-def describe(scheduler: Any) -> str:
-    """Describe the situation in a few lines."""
+def describe(scheduler: Any, output: SchedulerOutput) -> str:
+    """A situation in a few lines."""
     config, manager = scheduler.config, scheduler.block_manager
     queues = []
     for queue in _QUEUES:
-        inside = ", ".join(f"{seq.request.request_id} ({count_tokens(seq.num_tokens)})" for seq in getattr(scheduler, queue))
-        queues.append(f"{queue}: {inside or 'empty'}")
-    return (
+        line = list(getattr(scheduler, queue))
+        shown = [_describe_sequence(scheduler, seq) for seq in line[:6]] + [f"{len(line) - 6} more"] * (len(line) > 6)
+        queues.append(f"{queue}: {', '.join(shown) or 'empty'}")
+    said = (
         f"{'; '.join(queues)}. Policy {config.policy!r}, preemption_mode {config.preemption_mode!r}, max_num_seqs {config.max_num_seqs}, "
         f"max_num_batched_tokens {config.max_num_batched_tokens}; {manager.get_num_free_gpu_blocks()} of {manager.num_gpu_blocks} "
         f"blocks of {manager.block_size} tokens are free, watermark {manager.watermark_blocks}."
     )
+    if not output.num_batched_tokens:
+        return said
+    parts = [f"{part.seq.request.request_id} ({count_tokens(part.num_tokens)})" for part in output.scheduled]
+    return f"{said} The step has {count_tokens(output.num_batched_tokens)} so far" + (f": {', '.join(parts)}." if parts else ".")
+
+
+def _describe_sequence(scheduler: Any, seq: Sequence) -> str:
+    manager, words = scheduler.block_manager, [count_tokens(seq.num_tokens)]
+    if seq.status is SequenceStatus.RUNNING and seq.num_uncomputed_tokens > 1:
+        words.append(f"{seq.num_uncomputed_tokens} to compute")
+    if seq.status is SequenceStatus.WAITING:
+        num_cached = len(manager.find_cached_blocks(seq)) * manager.block_size
+        words += [f"{num_cached} of them in the cache"] * (num_cached > 0)
+        words += ["preempted before"] * (seq.request.metrics.num_preemptions > 0)
+    return f"{seq.request.request_id} ({', '.join(words)})"
+
+
+def explain_turn(
+    twins: Twins, queue: str, right: list[str], wrong: list[str], join: Callable[..., str], wait: Callable[..., str]
+) -> str | None:
+    """Where to look when not the right sequences have left a queue: whose turn it was, or what the one whose turn it was must do.
+
+    Args:
+        queue: Its name.
+        right, wrong: Who has left it in the package's scheduler and in the learner's, in order.
+        join, wait: Why the next one must join, or must wait. Called with the scheduler that has stopped at this turn, its step, and
+            the sequence.
+    """
+    if right == wrong:
+        return None
+    turn = next((i for i, pair in enumerate(zip(right, wrong, strict=False)) if pair[0] != pair[1]), min(len(right), len(wrong)))
+    must_join = turn < len(right)
+    name = right[turn] if must_join else next(iter(names_of(getattr(twins.theirs, queue))), "")
+    if turn < len(wrong) and wrong[turn] != name:
+        if wrong[turn] in wrong[:turn]:
+            return f"how a sequence leaves self.{queue}: {wrong[turn]!r} has left it twice"
+        return f"whose turn it is: {name!r} is the first in self.{queue}, and {wrong[turn]!r} must not overtake it"
+    scheduler, output = list(twins)[must_join]
+    return (join if must_join else wait)(scheduler, output, scheduler.requests[name].sequences[0])
