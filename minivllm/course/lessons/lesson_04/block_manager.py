@@ -12,7 +12,7 @@ from operator import index
 from typing import Any
 
 from minivllm.core.block_allocator import BlockAllocator
-from minivllm.course.lessons.lesson_04.looks import ask, count, count_references, next_blocks
+from minivllm.course.lessons.lesson_04.looks import ask, count, count_references, next_blocks, pool_state
 from minivllm.course.lessons.lesson_04.walk import walks
 from minivllm.course.observations import fail, require, rounds
 
@@ -55,29 +55,24 @@ def _after(actions: list[str]) -> str:
 def _compare_pools(pool: Any, right: BlockAllocator, after: str) -> None:
     free = f"{after} {count(right.num_free, 'block')} should be free, but num_free is {pool.num_free!r}."
     require(right.num_free, index(pool.num_free), f"{free} A block becomes free only when its last reference is released.")
-    counts, order = count_references(pool, right.num_blocks), right.get_free_blocks()
+    counts, order, got = count_references(pool, right.num_blocks), right.get_free_blocks(), next_blocks(pool)
     require(right.ref_counts, counts, f"{after} ref_counts should be {right.ref_counts}, but are {counts}.")
-    got = next_blocks(pool)
-    require(
-        order,
-        got,
-        f"{after} the free blocks should be handed out in the order {order}, but would be in the order {got}. A block that becomes free goes "
-        f"to the front. The last block of a list is released first, so its first block is handed out first.",
-    )
+    queue = f"{after} the free blocks should be handed out in the order {order}, but would be in the order {got}."
+    require(order, got, f"{queue} {_IN_FRONT}")
+
+
+_IN_FRONT = "A block that becomes free goes to the front. The last block of a list is released first, so its first block is handed out first."
 
 
 def _check_refusal(pool: Any, rng: random.Random, used: list[int], free: list[int], after: str) -> None:
     """An invalid call raises a ValueError and changes nothing."""
-    method = rng.choice(["allocate", "share", "release"]) if free else "allocate"
+    method, why = rng.choice(["allocate", "share", "release"]) if free else "allocate", "fewer blocks are free"
     argument: Any = len(free) + 1
-    why = "fewer blocks are free"
     if method != "allocate":
-        argument = rng.sample(used, min(len(used), rng.randrange(3)))
-        block = rng.choice(free)
+        argument, block = rng.sample(used, min(len(used), rng.randrange(3))), rng.choice(free)
         argument.insert(rng.randrange(len(argument) + 1), block)
         why = f"block {block} is free"
-    num_blocks = len(used) + len(free)
-    before = count_references(pool, num_blocks), next_blocks(pool)
+    before = pool_state("pool", pool, len(used) + len(free))
     said = f"{after} {method}({argument}) must raise a ValueError, because {why}"
     try:
         getattr(pool, method)(argument)
@@ -87,13 +82,9 @@ def _check_refusal(pool: Any, rng: random.Random, used: list[int], free: list[in
         fail(f"{said}, but raised an IndexError: {error}.")
     else:
         fail(f"{said}, but it raised nothing.")
-    now = count_references(pool, num_blocks), next_blocks(pool)
-    require(
-        before,
-        now,
-        f"{said}, and must then leave the pool as it was: ref_counts and free blocks were {before[0]} and {before[1]}, but now are "
-        f"{now[0]} and {now[1]}. Look before you change anything.",
-    )
+    for what, now in pool_state("pool", pool, len(used) + len(free)).items():
+        left = f"{said}, and must then leave the pool as it was: {what} was {before[what]}, but now is {now}."
+        require(before[what], now, f"{left} Look before you change anything.")
 
 
 def check_allocate(manager_class: type) -> None:
@@ -102,11 +93,9 @@ def check_allocate(manager_class: type) -> None:
         manager = manager_class(4, 40, **arguments)
         free = manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
         given = manager.watermark_blocks, *free, manager.num_cpu_blocks
-        said = (
-            f"In a new manager with 40 device blocks and {arguments}, watermark_blocks, the numbers of free device and host blocks, and "
-            f"num_cpu_blocks should be {sizes}, but are {given}: `__init__` and the methods that count blocks are given, leave them as they are."
-        )
-        require(sizes, given, said)
+        names = "watermark_blocks, the numbers of free device and host blocks, and num_cpu_blocks"
+        said = f"In a new manager with 40 device blocks and {arguments}, {names} should be {sizes}, but are {given}"
+        require(sizes, given, f"{said}: `__init__` and the methods that count blocks are given, leave them as they are.")
     for walk in walks("allocate", manager_class, most_tables=100):
         manager, size = walk.manager, walk.block_size
         for num_tokens in (1, size - 1, size, size + 1, walk.rng.randrange(2, 9) * size, walk.rng.randrange(20, 60)):

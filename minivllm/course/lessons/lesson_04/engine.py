@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from minivllm.course.observations import expect, fail, require, seeded
+from minivllm.engine.trace import StepRecord
 
 
 class Crowd(NamedTuple):
@@ -23,14 +25,31 @@ _CROWDS = (
     Crowd(4, "swap", 0.25, 20, 24),
     Crowd(2, "swap", 0.1, 20, 6),  # the host is full at times, so some give way by recompute
 )
-_WHERE_TO_LOOK = {
-    "sequence that gives way": "can_append_slots, which decides whether one must, and at can_allocate and can_swap_in, which decide which were admitted before",
-    "block table": "allocate, append_slots, fork and swap_in, which make and change tables, and at can_allocate and can_append_slots, which decide which sequences run",
-    "list of blocks to copy": "append_slots, which returns them",
-    "list of blocks to swap out": "swap_out, which returns them, and at can_swap_out, which decides whether it is called",
-    "list of blocks to swap in": "swap_in, which returns them, and at can_swap_in, which decides when it is called",
-    "number of free blocks": "free, append_slots and swap_out, which release blocks",
+_OBSERVED: dict[str, tuple[Callable[[StepRecord], Any], str]] = {
+    "sequence that gives way": (
+        lambda step: [_name(lost) for lost in step.preempted],
+        "can_append_slots, which decides whether one must, and at can_allocate and can_swap_in, which decide which were admitted before",
+    ),
+    "block table": (
+        lambda step: {_name(key): list(table) for key, table in step.block_tables.items()},
+        "allocate, append_slots, fork and swap_in, which make and change tables, and at can_allocate and can_append_slots, which decide which sequences run",
+    ),
+    "list of blocks to copy": (lambda step: list(map(tuple, step.blocks_to_copy)), "append_slots, which returns them"),
+    "list of blocks to swap out": (
+        lambda step: list(map(tuple, step.blocks_to_swap_out)),
+        "swap_out, which returns them, and at can_swap_out, which decides whether it is called",
+    ),
+    "list of blocks to swap in": (
+        lambda step: list(map(tuple, step.blocks_to_swap_in)),
+        "swap_in, which returns them, and at can_swap_in, which decides when it is called",
+    ),
+    "number of free blocks": (lambda step: step.num_free_blocks, "free, append_slots and swap_out, which release blocks"),
 }
+"""What is compared in each step, and where to look."""
+
+
+def _name(continuation: Any) -> str:
+    return f"continuation {continuation.index} of request {continuation.request_id}"
 
 
 def check_block_manager(manager_class: type) -> None:
@@ -42,7 +61,7 @@ def check_block_manager(manager_class: type) -> None:
         for number, (theirs, ours) in enumerate(zip(wanted, got, strict=False), 1):
             said = f"In step {number} of a simulated run, in which requests are preempted by {crowd.preemption_mode}, yours is not the package's manager."
             for what, value in theirs.items():
-                expect(said, what, value, ours[what], _WHERE_TO_LOOK[what])
+                expect(said, what, value, ours[what], _OBSERVED[what][1])
         steps = f"The simulated run takes {len(wanted)} steps with the package's manager, but {len(got)} with yours."
         require(len(wanted), len(got), steps)
 
@@ -57,11 +76,8 @@ def check_text(**parts: type) -> None:
     """
     got, wanted = _write(**parts), _write()  # in this order, because the learner's may raise an error at once
     for theirs, ours in zip(wanted, got, strict=True):
-        message = (
-            f"The real model should write\n  {theirs!r},\nbut wrote\n  {ours!r}.\nIt has read keys and values of other tokens: a table names the wrong "
-            f"block, or a block was written that others still read."
-        )
-        require(theirs, ours, message)
+        why = "It has read keys and values of other tokens: a table names the wrong block, or a block was written that others still read"
+        require(theirs, ours, f"The real model should write\n  {theirs!r},\nbut wrote\n  {ours!r}.\n{why}.")
 
 
 def run_simulated(manager_class: type, crowd: Crowd) -> list[dict[str, Any]]:
@@ -75,38 +91,23 @@ def run_simulated(manager_class: type, crowd: Crowd) -> list[dict[str, Any]]:
     for i in range(14):
         params = SamplingParams(n=rng.choice([1, 2, 3, 3]), max_tokens=rng.randrange(2, 24), ignore_eos=True, seed=i)
         engine.add_request(f"{i}", [1 + i] * rng.randrange(1, 20), params)
-    steps = 0
-    while engine.has_unfinished_requests():
+    for _ in range(2000):
+        if not engine.has_unfinished_requests():
+            break
         try:
             engine.step()
         except RuntimeError as error:
             if "scheduled nothing" not in str(error):
                 raise
             fail(f"A simulated run does not finish: {error} Are blocks lost?")
-        steps += 1
-        if steps == 2000:
-            fail("A simulated run does not finish. Are blocks lost?")
-    manager = engine.block_manager
-    free, total = (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()), crowd[3:]
-    require(
-        total,
-        free,
-        f"When all requests are finished, all {total[0]} device blocks and all {total[1]} host blocks must be free, but {free[0]} and {free[1]} are.",
-    )
+    else:
+        fail("A simulated run does not finish. Are blocks lost?")
+    manager, total = engine.block_manager, (crowd.num_gpu_blocks, crowd.num_cpu_blocks)
+    free = manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
+    must = f"all {total[0]} device blocks and all {total[1]} host blocks must be free, but {free[0]} and {free[1]} are"
+    require(total, free, f"When all requests are finished, {must}.")
     assert engine.trace is not None
-    return [
-        {
-            "sequence that gives way": [f"continuation {lost.index} of request {lost.request_id}" for lost in step.preempted],
-            "block table": {
-                f"continuation {key.index} of request {key.request_id}": list(table) for key, table in step.block_tables.items()
-            },
-            "list of blocks to copy": [tuple(pair) for pair in step.blocks_to_copy],
-            "list of blocks to swap out": [tuple(pair) for pair in step.blocks_to_swap_out],
-            "list of blocks to swap in": [tuple(pair) for pair in step.blocks_to_swap_in],
-            "number of free blocks": step.num_free_blocks,
-        }
-        for step in engine.trace
-    ]
+    return [{what: observe(step) for what, (observe, _) in _OBSERVED.items()} for step in engine.trace]
 
 
 def _write(**parts: type) -> list[str]:

@@ -20,13 +20,8 @@ def ask(manager: Any, question: str, *arguments: Any, **options: Any) -> Any:
     answer = getattr(manager, question)(*arguments, **options)
     after = state_of(manager)
     changed = [what for what, value in before.items() if after[what] != value]
-    require(
-        [],
-        changed,
-        lambda: (
-            f"{name_of(manager, question)} only answers a question and must change nothing, but {describe_change(changed[0], before[changed[0]], after[changed[0]])}."
-        ),
-    )
+    name = f"{name_of(manager, question)} only answers a question and must change nothing"
+    require([], changed, lambda: f"{name}, but {describe_change(changed[0], before[changed[0]], after[changed[0]])}.")
     return answer
 
 
@@ -67,6 +62,16 @@ def next_blocks(pool: Any) -> list[int]:
     return [index(block) for block in trial.allocate(index(trial.num_free))]
 
 
+def pool_state(name: str, pool: Any, num_blocks: int) -> dict[str, Any]:
+    """Everything in a pool that a question or a refused call must not change, by its name in messages."""
+    order = f"the order in which {name} hands out its free blocks"
+    return {
+        f"{name}.num_free": index(pool.num_free),
+        f"{name}.ref_counts": count_references(pool, num_blocks),
+        order: next_blocks(pool),
+    }
+
+
 def check_references(case: str, manager: Any) -> None:
     """Require that each reference count is the number of tables that name the block, on the device and on the host."""
     for place, num_blocks in (("gpu_pool", manager.num_gpu_blocks), ("cpu_pool", manager.num_cpu_blocks)):
@@ -74,13 +79,9 @@ def check_references(case: str, manager: Any) -> None:
         counts = count_references(pool, num_blocks)
         wrong = next((block for block in range(num_blocks) if counts[block] != named[block]), None)
         got, wanted = (0, 0) if wrong is None else (counts[wrong], named[wrong])
-        verb, many, few = (
-            ("names" if wanted == 1 else "name"),
-            "a release is missing, or a share",
-            "a share is missing, or a release",
-        )
-        said = f"After {case}: {count(wanted, 'table')} {verb} block {wrong} of {place}, but its reference count is {got}"
-        require(None, wrong, f"{said}: {many if got > wanted else few} is one too many.")
+        said = f"After {case}: {count(wanted, 'table')} {'names' if wanted == 1 else 'name'} block {wrong} of {place}"
+        why = "a release is missing, or a share" if got > wanted else "a share is missing, or a release"
+        require(None, wrong, f"{said}, but its reference count is {got}: {why} is one too many.")
         num_free = num_blocks - len(named)
         said = f"After {case}: {count(num_free, 'block')} of {place} {'is' if num_free == 1 else 'are'} in no table"
         require(num_free, index(pool.num_free), f"{said}, but num_free is {pool.num_free}.")
@@ -90,11 +91,7 @@ def state_of(manager: Any) -> dict[str, Any]:
     """Everything that a question must not change, by its name in messages."""
     state: dict[str, Any] = {}
     for place, num_blocks in (("gpu_pool", manager.num_gpu_blocks), ("cpu_pool", manager.num_cpu_blocks)):
-        pool = getattr(manager, place)
-        state[f"{place}.num_free"] = index(pool.num_free)
-        state[f"{place}.ref_counts"] = count_references(pool, num_blocks)
-        state[f"the order in which {place} hands out its free blocks"] = next_blocks(pool)
-        state[PLACES[place]] = tables_of(manager, place)
+        state |= pool_state(place, getattr(manager, place), num_blocks) | {PLACES[place]: tables_of(manager, place)}
     return state
 
 

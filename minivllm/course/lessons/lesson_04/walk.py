@@ -30,18 +30,14 @@ from minivllm.request import Sequence as TokenSequence
 BLOCK_SIZES = (1, 3, 4, 16)
 _KEEP_WATERMARK: tuple[dict[str, bool], ...] = ({"keep_watermark": True}, {"keep_watermark": False}, {})
 """The arguments of a question about the watermark; without the argument, it is kept."""
+_NEWEST = "A block for the newest token is taken by append_slots, which the scheduler calls after swap_in."
 
 
 def walks(name: str, manager_class: type, block_sizes: Sequence[int] = BLOCK_SIZES, most_tables: int = 4) -> Iterator[Walk]:
     """A new manager for each round of a check, with one block size after another."""
     for number, rng in enumerate(rounds(name, 12)):
-        manager = manager_class(
-            block_sizes[number % len(block_sizes)],
-            rng.randrange(30, 60),
-            rng.randrange(10, 40),
-            watermark=rng.choice((0.1, 0.25, 0.0)),
-        )
-        yield Walk(manager, rng, most_tables)
+        sizes, watermark = (rng.randrange(30, 60), rng.randrange(10, 40)), rng.choice((0.1, 0.25, 0.0))
+        yield Walk(manager_class(block_sizes[number % len(block_sizes)], *sizes, watermark=watermark), rng, most_tables)
 
 
 class Walk:
@@ -123,11 +119,9 @@ class Walk:
         got, wanted = table_of(manager, child), table_of(manager, parent)
         require(True, got == wanted, f"The child's table should equal the parent's, {wanted}, but is {got}.")
         table = manager.get_block_table(child)
-        require(
-            True,
-            isinstance(table, tuple) or table is not manager.get_block_table(parent),
-            "Parent and child share one list, so when one table grows, the other does too. Give the child a copy.",
-        )
+        is_own = isinstance(table, tuple) or table is not manager.get_block_table(parent)
+        shares = "Parent and child share one list, so when one table grows, the other does too. Give the child a copy."
+        require(True, is_own, shares)
         require(free, manager.get_num_free_gpu_blocks(), "fork copies no block, so it must not take one.")
         self._look("fork", child)
 
@@ -149,13 +143,14 @@ class Walk:
         add_tokens(seq, num_new)
         table = table_of(self.manager, seq)
         growth, shared = self._blocks(seq.num_tokens) - len(table), self._is_written_shared(seq, table)
-        any_shared = self._only_in(table, "gpu_pool") != table
-        own = " (only the block being written matters, not the ones still shared)" if any_shared else ""
-        said = (
-            f"a table of {count(len(table), 'block')}{', shared by a sibling,' if shared else ''} holds {count(was[0], 'token')}, and "
-            f"{count(num_new, 'new token')} must be placed. That takes {count(growth, 'block')} to grow by"
-            f"{' and 1 block for the copy of the shared one' if shared else own}"
+        held = (
+            f"a table of {count(len(table), 'block')}{', shared by a sibling,' if shared else ''} holds {count(was[0], 'token')}"
         )
+        said = f"{held}, and {count(num_new, 'new token')} must be placed. That takes {count(growth, 'block')} to grow by"
+        if shared:
+            said += " and 1 block for the copy of the shared one"
+        elif self._only_in(table, "gpu_pool") != table:
+            said += " (only the block being written matters, not the ones still shared)"
         self._ask_room("can_append_slots", seq, growth + shared, said)
         del seq.token_ids[was[0] :]
         seq.num_computed_tokens = was[1]
@@ -164,59 +159,50 @@ class Walk:
         """A sequence goes to the host, whose newest token has no block yet."""
         manager = self.manager
         fitting = [seq for seq in self.running if len(table_of(manager, seq)) <= manager.get_num_free_cpu_blocks()]
-        if not fitting:
-            return
-        seq = self.rng.choice(fitting)
-        add_token(seq)
-        table, queue = table_of(manager, seq), next_blocks(manager.gpu_pool)
-        self._ask_room("can_swap_out", seq, len(table), f"a table has {count(len(table), 'block')}", "cpu_pool")
-        freed = self._only_in(table, "gpu_pool")
-        shared = [block for block in table if block not in freed]
-        case = f"swap_out of the table {table}" + (f", whose blocks {shared} others name too" if shared else "")
-        moves = [tuple(map(index, pair)) for pair in manager.swap_out(seq)]
-        self.running.remove(seq)
-        self.swapped.append(seq)
-        order = f"{case} must return (device block, host block) pairs in the order of the table, but returned {moves}."
-        require(True, [device for device, _ in moves] == table, order)
-        hosts, most = [host for _, host in moves], manager.num_cpu_blocks - 1
-        distinct = f"{case}: the host blocks must be distinct numbers from 0 to {most}, but are {hosts}."
-        require(True, len(set(hosts)) == len(hosts) and set(hosts) <= set(range(most + 1)), distinct)
-        moved = seq.seq_id not in manager.block_tables and list(manager.swapped_tables.get(seq.seq_id, [])) == hosts
-        left = f"{case}: the sequence must leave block_tables, and its table in swapped_tables must be the host blocks {hosts}."
-        require(True, moved, left)
-        self._look(case, seq)
-        self._check_queue(case, "gpu_pool", freed, queue)
+        if fitting:
+            seq = self.rng.choice(fitting)
+            add_token(seq)
+            table = table_of(manager, seq)
+            self._ask_room("can_swap_out", seq, len(table), f"a table has {count(len(table), 'block')}", "cpu_pool")
+            shared = [block for block in table if block not in self._only_in(table, "gpu_pool")]
+            case = f"swap_out of the table {table}" + (f", whose blocks {shared} others name too" if shared else "")
+            self._move(seq, "swap_out", case, self.running, self.swapped)
 
     def swap_in(self) -> None:
         """A sequence comes back, if all of it fits, and gets room for its newest token."""
         manager = self.manager
         fitting = [seq for seq in self.swapped if self._blocks(seq.num_tokens) <= manager.get_num_free_gpu_blocks()]
-        if not fitting:
-            return
-        seq = self.rng.choice(fitting)
-        needed = self._blocks(seq.num_tokens)
-        said = f"a sequence's {count(seq.num_tokens, 'token')}, the newest included, need {count(needed, 'block')}"
-        self._ask_room("can_swap_in", seq, needed, said)
-        hosts, queue = list(map(index, manager.swapped_tables[seq.seq_id])), next_blocks(manager.cpu_pool)
-        case = f"swap_in of the host blocks {hosts}"
-        moves = [tuple(map(index, pair)) for pair in manager.swap_in(seq)]
-        self.swapped.remove(seq)
-        self.running.append(seq)
-        order = f"{case} must return (host block, device block) pairs in the order of the table, but returned {moves}."
-        require(True, [host for host, _ in moves] == hosts, order)
-        is_back = seq.seq_id in manager.block_tables and seq.seq_id not in manager.swapped_tables
-        require(True, is_back, f"{case}: the table must move from swapped_tables back to block_tables.")
-        table, devices = table_of(manager, seq), [device for _, device in moves]
-        no_more = (
-            f"{case} must bring back these {count(len(hosts), 'block')} and no more, but the table is now {table}. A block for the newest "
-            f"token is taken by append_slots, which the scheduler calls afterwards."
-        )
-        require(True, len(table) <= len(hosts), no_more)
-        wanted = f"{case}: the table should be {devices}, the device blocks of the returned pairs, but is {table}."
-        require(True, table == devices, wanted)
+        if fitting:
+            seq = self.rng.choice(fitting)
+            needed = self._blocks(seq.num_tokens)
+            said = f"a sequence's {count(seq.num_tokens, 'token')}, the newest included, need {count(needed, 'block')}"
+            self._ask_room("can_swap_in", seq, needed, said)
+            case = f"swap_in of the host blocks {list(map(index, manager.swapped_tables[seq.seq_id]))}"
+            self._move(seq, "swap_in", case, self.swapped, self.running)
+            self._append_slots(seq)
+
+    def _move(self, seq: TokenSequence, method: str, case: str, group: list[TokenSequence], other: list[TokenSequence]) -> None:
+        """Call one of the two methods that swap a sequence, and look at the pairs and at the table in its new place."""
+        places, kinds = list(PLACES), ["device block", "host block"]
+        if method == "swap_in":
+            places, kinds = places[::-1], kinds[::-1]
+        here, there = (getattr(self.manager, PLACES[place]) for place in places)
+        old, queue = list(map(index, here[seq.seq_id])), next_blocks(getattr(self.manager, places[0]))
+        freed = self._only_in(old, places[0])
+        moves = [tuple(map(index, pair)) for pair in getattr(self.manager, method)(seq)]
+        group.remove(seq)
+        other.append(seq)
+        order = f"{case} must return ({', '.join(kinds)}) pairs in the order of the table, but returned {moves}."
+        require(True, [block for block, _ in moves] == old, order)
+        moved = f"{case}: the table must move from {PLACES[places[0]]} to {PLACES[places[1]]}."
+        require(True, seq.seq_id in there and seq.seq_id not in here, moved)
+        table, new = list(map(index, there[seq.seq_id])), [block for _, block in moves]
+        more = f"{case} must move {count(len(old), 'block')} and no more, but the table is now {table}. {_NEWEST}"
+        require(True, len(table) <= len(old), more)
+        wanted = f"{case}: the table should be {new}, the {kinds[1]}s of the returned pairs, each of them once, but is {table}."
+        require(True, table == new and len(set(new)) == len(new), wanted)
         self._look(case, seq)
-        self._check_queue(case, "cpu_pool", hosts, queue)
-        self._append_slots(seq)
+        self._check_queue(case, places[0], freed, queue)
 
     # -- what they have in common ----------------------------------------------------------------------------------
 
@@ -261,13 +247,12 @@ class Walk:
             pair = before[place], table[place]
             told = f"{case}: {method} must return (old block, new block), here {pair}, but returned {copied!r}."
             require(True, copied is not None and tuple(copied) == pair, told)
+            before[place] = table[place]
         else:
             nothing = f"{case}: no shared block is written, so nothing needs copying, but {method} returned {copied!r}."
             require(True, copied is None, nothing)
-        kept, now = list(before), table[: len(before)]
-        if shared:
-            del kept[place], now[place]
-        require(True, kept == now, f"{case}: all other entries must stay as they are, but {method} made the table {table}.")
+        others = f"{case}: all other entries must stay as they are, but {method} made the table {table}."
+        require(True, before == table[: len(before)], others)
         require(shared, bool(must_copy), f"{case}: {name_of(manager, 'must_copy')} should be {shared}, but was {must_copy!r}.")
         again = manager.append_slots(seq)
         said, now = f"A second {method} for the same tokens has nothing to", table_of(manager, seq)
@@ -292,19 +277,15 @@ class Walk:
                     free += f" (watermark_blocks is {manager.watermark_blocks})"
                 elif question == "can_append_slots" and wanted and manager.watermark_blocks:
                     hint = f" The watermark of {manager.watermark_blocks} applies only to newcomers, not to running sequences."
-                message = (
-                    f"With block size {self.block_size}, {said}, and {free}: {call} should be {wanted}, but is {got!r}.{hint}"
-                )
-                require(wanted, bool(got), message)
+                case = f"With block size {self.block_size}, {said}, and {free}"
+                require(wanted, bool(got), f"{case}: {call} should be {wanted}, but is {got!r}.{hint}")
 
     def _check_queue(self, case: str, place: str, freed: list[int], queue: list[int]) -> None:
         """Blocks that became free are the first in the queue, in the order of their table."""
         got = next_blocks(getattr(self.manager, place))
-        message = (
-            f"After {case}: the last block must be released first, so that the first one is next in the queue. {place} should hand out "
-            f"{freed} next, but would hand out {got[: len(freed)]}."
-        )
-        require(True, got == freed + queue, message)
+        why = "the last block must be released first, so that the first one is next in the queue"
+        should = f"{place} should hand out {freed} next, but would hand out {got[: len(freed)]}"
+        require(True, got == freed + queue, f"After {case}: {why}. {should}.")
 
     def _look(self, call: str, seq: TokenSequence) -> None:
         """After a call about a sequence: every reference count is the number of tables with the block, and no other table has changed."""
