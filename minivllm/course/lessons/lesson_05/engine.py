@@ -69,11 +69,8 @@ def check_engine(add_rms_norm_kernel: Any, silu_and_mul_kernel: Any) -> None:
     _plug_in(llm, add_rms_norm_kernel, silu_and_mul_kernel)
     for prompt, right, output in zip(_PROMPTS, expected, _generate(llm, _PROMPTS, 6), strict=True):
         theirs, mine = list(right.token_ids), list(output.token_ids)
-        message = (
-            f"Your kernels in all layers of SmolLM2, {prompt!r}, greedy.\nExpected tokens: {theirs}\nGot tokens: {mine}\n"
-            f"Look at add_rms_norm and silu_and_mul: the checks above test them one by one."
-        )
-        require(theirs, mine, message)
+        said = f"Your kernels in all layers of SmolLM2, {prompt!r}, greedy.\nExpected tokens: {theirs}\nGot tokens: {mine}"
+        require(theirs, mine, f"{said}\nLook at add_rms_norm and silu_and_mul: the checks above test them one by one.")
 
 
 def _load(add_rms_norm_kernel: Any, silu_and_mul_kernel: Any) -> LLM:

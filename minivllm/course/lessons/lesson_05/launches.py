@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,12 +73,10 @@ class Case:
         numbers = {tensor: number for number, tensor in enumerate(tensors)}
         for tensor, number in numbers.items():
             same = tensor in outputs or torch.equal(tensor.nan_to_num(7.0), before[number].nan_to_num(7.0))
-            name = recorded.tensors[number].name
-            require(
-                True, same, f"{call}\nThe launch changed {name}, which must only be read. Look at the pointers of your stores."
-            )
+            changed = f"{call}\nThe launch changed {recorded.tensors[number].name}, which must only be read"
+            require(True, same, f"{changed}. Look at the pointers of your stores.")
         for tensor, (expected, look) in outputs.items():
-            compare(call, recorded, numbers[tensor], tensor, expected, look)
+            compare_output(call, recorded, numbers[tensor], tensor, expected, look)
         reads = {tensor: 0 if tensor in outputs else tensor.numel() for tensor in tensors} | dict(least or {})
         see([recorded.num_bytes("load", numbers[tensor]) > count * tensor.element_size() for tensor, count in reads.items()])
         check_reads(call, recorded, {numbers[tensor]: count for tensor, count in reads.items()})
@@ -144,37 +142,48 @@ def explained(call: str, kernel: Any) -> Iterator[None]:
         fail(f"{call}\nThe kernel raised {type(cause).__name__}{where}: {cause}")
 
 
-def compare(call: str, recorded: Launch, number: int, got: Tensor, expected: Tensor, look: str) -> None:
+def compare(
+    call: str, got: Tensor, expected: Tensor, tolerance: float, name: Callable[[list[int]], str], remark: Callable[[list[int]], str], look: str
+) -> None:  # fmt: skip
     """Raise an AssertionError about the first number that differs from the exact one.
 
     Args:
         call: The launch in words.
-        recorded: What it did.
-        number: The output's number among its tensors.
         got, expected: Actual and expected contents.
+        tolerance: The largest error, as a share of the largest number expected.
+        name, remark: Of a place, what is there, and what there is to say about the number that came.
         look: Where to look.
     """
-    wanted, tensor = expected.double(), recorded.tensors[number]
-    largest = max(float(wanted[wanted.isfinite()].abs().max()), 1e-6) if wanted.isfinite().any() else 1.0
-    tolerance = TOLERANCE.get(got.dtype, 0.0)
-    see_tensor(wanted / largest, got / largest, tolerance)
-    bad = ((got.double() - wanted).abs().nan_to_num(nan=torch.inf) > tolerance * largest).nonzero()
-    if not len(bad):
-        return
-    place = tuple(bad[0].tolist())
-    index = f"{tensor.name}[{', '.join(map(str, place))}]"
-    stores = [access.elements for access in recorded.accesses if access.tensor == number and access.kind != "load"]
-    element = int(torch.arange(got.numel()).view(got.shape)[place])  # counted in row-major order
-    seen = f"{float(got[place]):.6g}"
-    if not any(element in elements for elements in stores):
-        seen += ", as before the launch: it was not written"
-    elif seen == "nan":
-        seen += (
-            ", which the kernel stored. Did it compute with elements that were masked off without an `other`, or with infinity?"
-        )
-    fail(
-        f"{call}\nExpected {index}: {float(wanted[place]):.6g}\nGot {index}: {seen}\n{len(bad)} of {got.numel()} numbers are wrong. Look at {look}."
-    )
+    wanted, mine = expected.double(), got.double()
+    largest = max([1e-3, *wanted[wanted.isfinite()].abs().tolist()])
+    see_tensor(wanted / largest, mine / largest, tolerance)
+    difference = (mine - wanted).abs().nan_to_num(nan=torch.inf)
+    difference[mine == wanted] = 0  # infinity minus infinity is NaN
+    bad = (difference > tolerance * largest).nonzero().tolist()
+    for place in bad[:1]:
+        what, right, came = name(place), float(wanted[tuple(place)]), float(mine[tuple(place)])
+        shown = f"Expected {what}: {right:.6g}\nGot {what}: {came:.6g}{remark(place)}"
+        fail(f"{call}\n{shown}\n{len(bad)} of {got.numel()} numbers are wrong. Look at {look}.")
+
+
+def compare_output(call: str, recorded: Launch, number: int, got: Tensor, expected: Tensor, look: str) -> None:
+    """As `compare`, for the launch's tensor of this number: whether a wrong number was stored at all is in what was recorded."""
+
+    def remark(place: list[int]) -> str:
+        stores = [access.elements for access in recorded.accesses if access.tensor == number and access.kind != "load"]
+        element = int(torch.arange(got.numel()).view(got.shape)[tuple(place)])  # counted in row-major order
+        if not any(element in elements for elements in stores):
+            return ", as before the launch: it was not written"
+        return _STORED_NAN if got[tuple(place)].isnan() else ""
+
+    name = recorded.tensors[number].name
+    compare(call, got, expected, TOLERANCE.get(got.dtype, 0.0), lambda place: f"{name}{place}", remark, look)
+
+
+_STORED_NAN = ", which the kernel stored. Did it compute with elements that were masked off without an `other`, or with infinity?"
+_READ_ONCE = (
+    "the loads: load a number once, keep it, and use it as often as you like; and load none you do not need: memory is far"
+)
 
 
 def check_reads(call: str, recorded: Launch, least: Mapping[int, int]) -> None:
@@ -190,7 +199,5 @@ def check_reads(call: str, recorded: Launch, least: Mapping[int, int]) -> None:
         read, must = recorded.num_bytes("load", number), elements * tensor.item_size
         if read > must:
             much = f"{read / must:.3g} times as much as it must" if must else "and none of it is needed"
-            fail(
-                f"{call}\nExpected reads of {tensor.name}: {must} bytes\nGot reads of {tensor.name}: {read} bytes, {much}\n"
-                f"Look at the loads: load a number once, keep it, and use it as often as you like; and load none you do not need. Memory is far away."
-            )
+            came = f"Expected reads of {tensor.name}: {must} bytes\nGot reads of {tensor.name}: {read} bytes, {much}"
+            fail(f"{call}\n{came}\nLook at {_READ_ONCE}.")

@@ -35,14 +35,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def make_metadata(case: PagedCase, decode: bool) -> AttentionMetadata:
     """What the engine passes to a backend for this step: the slots of the new tokens, -1 for padding, and the tables."""
-    block_size = case.key_cache.shape[1]
+    block_size, begins = case.key_cache.shape[1], case.query_start_loc.tolist()
     slots = torch.full((len(case.query),), -1)
     for seq, (context_len, count) in enumerate(zip(case.context_lens.tolist(), case.num_new, strict=True)):
-        if context_len:
-            positions = torch.arange(context_len - count, context_len)
-            begin = int(case.query_start_loc[seq])
-            blocks = case.block_tables[seq].long()[positions // block_size]
-            slots[begin : begin + count] = blocks * block_size + positions % block_size
+        for i in range(count if context_len else 0):
+            block, offset = divmod(context_len - count + i, block_size)
+            slots[begins[seq] + i] = case.block_tables[seq, block] * block_size + offset
     return AttentionMetadata(decode, slots, case.block_tables, case.context_lens, case.query_start_loc)
 
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from minivllm.course.lessons.lesson_05 import launches
 from minivllm.course.lessons.lesson_05.launches import check_reads, explained, refuse_problems
 from minivllm.course.lessons.paged_kernels import is_triton
-from minivllm.course.lessons.tensors import see_tensor
 from minivllm.course.observations import expect, fail, is_recording, require, rounds
+from minivllm.kernels import reference
 from minivllm.kernels.accesses import record_accesses
 from minivllm.kernels.launches import Launch
 
-_BLOCK_SIZES = (1, 2, 4, 8)
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-4, torch.float16: 4e-3}
 """The largest error allowed, as a share of the largest number in the result."""
 _PLAIN = 3
@@ -69,11 +70,9 @@ class PagedCase:
         """The step in words."""
         _, block_size, num_kv_heads, head_dim = self.key_cache.shape
         new = "" if decode else f", new tokens {self.num_new}"
-        return (
-            f"{'Decode' if decode else 'Prefill'}: context_lens {self.context_lens.tolist()}{new}, block_size {block_size}, block_tables "
-            f"{self.block_tables.tolist()}, {self.query.shape[1]} heads of queries, {num_kv_heads} of keys and values, head_dim {head_dim}, "
-            f"{str(self.query.dtype).removeprefix('torch.')}."
-        )
+        step = f"{'Decode' if decode else 'Prefill'}: context_lens {self.context_lens.tolist()}{new}, block_size {block_size}"
+        heads = f"{self.query.shape[1]} heads of queries, {num_kv_heads} of keys and values, head_dim {head_dim}"
+        return f"{step}, block_tables {self.block_tables.tolist()}, {heads}, {str(self.query.dtype).removeprefix('torch.')}."
 
     def gather(self, seq: int) -> tuple[Tensor, Tensor]:
         """A sequence's keys and values side by side, in double precision, repeated for each head of queries: `[num_heads, context_len, head_dim]`."""
@@ -86,16 +85,11 @@ class PagedCase:
         return keys, values
 
     def attend(self) -> Tensor:
-        """The attention, computed the plain way in double precision; zeros for padding."""
-        output = torch.zeros(self.query.shape, dtype=torch.float64)
-        for seq, (context_len, count) in enumerate(zip(self.context_lens.tolist(), self.num_new, strict=True)):
-            begin = int(self.query_start_loc[seq])
-            keys, values = self.gather(seq)
-            for i in range(count if context_len else 0):
-                visible = context_len - count + i + 1
-                scores = (keys[:, :visible] @ self.query[begin + i].double()[:, :, None]) * self.scale
-                output[begin + i] = (scores.softmax(dim=1) * values[:, :visible]).sum(dim=1)
-        return output
+        """The attention, computed by the package's reference in double precision; zeros for padding."""
+        numbers = [x.double().nan_to_num() for x in (self.query, self.key_cache, self.value_cache)]
+        if len(self.query) == len(self.context_lens):  # one new token each
+            return reference.paged_decode_attention(*numbers, self.block_tables, self.context_lens, self.scale)
+        return reference.paged_prefill_attention(*numbers, self.block_tables, self.context_lens, self.query_start_loc, self.scale)
 
 
 def state_of(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,38 +102,40 @@ def state_of(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return maximum, weights.sum(dim=-1), (weights[..., None] * values).sum(dim=-2)
 
 
+Lengths = Sequence[tuple[int, int]]
+"""The context of each sequence, and how many of its tokens are new."""
+
+
+def make_lengths(rng: random.Random, block_size: int, decode: bool) -> Lengths:
+    """Lengths around the ends of blocks; in a decode, each sequence has one new token."""
+    ends = (rng.randint(0, 4) * block_size for _ in range(rng.randint(1, 4)))
+    context_lens = [max(1, end + rng.choice((-1, 0, 1, rng.randint(0, block_size)))) for end in ends]
+    if rng.random() < 0.2:
+        context_lens[0] = 1
+    return [(length, 1 if decode else rng.choice((1, length, rng.randint(1, length)))) for length in context_lens]
+
+
 def make_case(
-    rng: random.Random,
-    dtype: torch.dtype,
-    decode: bool,
-    block_sizes: tuple[int, ...] = _BLOCK_SIZES,
-    lengths: tuple[tuple[int, int], ...] = (),
+    rng: random.Random, dtype: torch.dtype, decode: bool, block_sizes: Sequence[int] = (1, 2, 4, 8), lengths: Lengths = ()
 ) -> PagedCase:
-    """A random step. Lengths lie around the ends of blocks, blocks in any order, and some sequences share their first blocks.
+    """A random step: blocks in any order, and some sequences share their first blocks.
 
     Args:
         rng: Of all random numbers.
         dtype: Of the query and the caches.
         decode: Whether each sequence has one new token.
         block_sizes: To choose from.
-        lengths: The context and the new tokens of each sequence, if they are not to be random.
+        lengths: If they are not to be random.
     """
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     block_size, num_kv_heads, group = rng.choice(block_sizes), rng.randint(1, 3), rng.choice((1, 2, 3, 4))
-    head_dim, num_seqs = rng.choice((2, 4, 8)), rng.randint(1, 4)
-    context_lens = [
-        max(1, rng.randint(0, 4) * block_size + rng.choice((-1, 0, 1, rng.randint(0, block_size)))) for _ in range(num_seqs)
-    ]
-    if rng.random() < 0.2:
-        context_lens[0] = 1
-    new = [1] * num_seqs if decode else [rng.choice((1, length, rng.randint(1, length))) for length in context_lens]
-    if lengths:
-        context_lens, new = map(list, zip(*lengths, strict=True))
+    head_dim, num_spare = rng.choice((2, 4, 8)), rng.randint(1, 3) + (200 if lengths else 0)  # so many do not fit into a byte
+    context_lens, new = map(list, zip(*(lengths or make_lengths(rng, block_size, decode)), strict=True))
     if decode and rng.random() < 0.3:
         context_lens.append(0)  # padding
         new.append(1)
     needed = [-(-length // block_size) for length in context_lens]
-    num_blocks = sum(needed) + (200 if lengths else 0) + rng.randint(1, 3)  # with 200 more, a number does not fit into a byte
+    num_blocks = sum(needed) + num_spare
     blocks = rng.sample(range(num_blocks), num_blocks)
     tables = [[blocks.pop() for _ in range(count)] for count in needed]
     if len(tables) > 1 and rng.random() < 0.4:  # a common beginning that was computed before
@@ -152,38 +148,35 @@ def make_case(
         torch.randn(num_tokens, num_kv_heads * group, head_dim, generator=generator).to(dtype),
         *(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)),
         torch.tensor(padded, dtype=torch.int32), torch.tensor(context_lens, dtype=torch.int32),
-        torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32), rng.choice((head_dim**-0.5, 0.3, 1.0)),
+        torch.tensor([0, *accumulate(new)], dtype=torch.int32), rng.choice((head_dim**-0.5, 0.3, 1.0)),
     )  # fmt: skip
     _fill(case, rng, generator)
-    if rng.random() < 0.5:  # unused slots hold finite numbers, and scores that would win
-        for cache, stranger in ((case.key_cache, 30.0), (case.value_cache, 1000.0)):
-            cache.copy_(torch.where(cache.isnan(), stranger * torch.randn(cache.shape, generator=generator), cache))
     return case
 
 
 def _fill(case: PagedCase, rng: random.Random, generator: torch.Generator) -> None:
     """Put keys and values into the slots of the step's sequences: of ordinary size, or such that scores are very small or very large.
 
-    Very large ones are made of whole numbers, so that float32 computes them exactly.
+    Very large ones are made of whole numbers, so that float32 computes them exactly. Of half of the steps, unused slots hold finite numbers,
+    and scores that would win.
     """
-    block_size = case.key_cache.shape[1]
     size = rng.choice((1.0, 1.0, 8.0, 30.0, 512.0))
     if size == 512.0:
         case.query.copy_(torch.randint(-4, 5, case.query.shape, generator=generator))
         case.scale = 0.5
-    shift = rng.choice((0.0, 0.0, -20.0)) if size == 1.0 else 0.0
+    block_size, *shape = case.key_cache.shape[1:]
     for table, context_len in zip(case.block_tables.tolist(), case.context_lens.tolist(), strict=True):
         for position in range(context_len):
             slot = table[position // block_size], position % block_size
-            shape = case.key_cache.shape[2:]
-            key = size * torch.randn(shape, generator=generator)
-            if size == 512.0:
-                key = size * torch.randint(-3, 4, shape, generator=generator)
-            case.key_cache[slot] = key.to(case.key_cache.dtype)
-            case.value_cache[slot] = torch.randn(shape, generator=generator).to(case.value_cache.dtype)
-    if shift:  # all scores far below 0: a maximum that begins with 0 loses them
+            whole, any_ = torch.randint(-3, 4, shape, generator=generator), torch.randn(shape, generator=generator)
+            case.key_cache[slot] = size * (whole if size == 512.0 else any_)
+            case.value_cache[slot] = torch.randn(shape, generator=generator)
+    if size == 1.0 and rng.random() < 0.3:  # all scores far below 0: a maximum that begins with 0 loses them
         case.query.copy_(case.query.abs())
-        case.key_cache.copy_(shift - case.key_cache.abs())
+        case.key_cache.copy_(-20.0 - case.key_cache.abs())
+    if rng.random() < 0.5:
+        for cache, stranger in ((case.key_cache, 30.0), (case.value_cache, 1000.0)):
+            cache.copy_(torch.where(cache.isnan(), stranger * torch.randn(cache.shape, generator=generator), cache))
 
 
 def situations(name: str, kernel: Any) -> Iterator[tuple[random.Random, torch.dtype, bool, Any]]:
@@ -208,9 +201,9 @@ def watched(call: str, kernel: Any) -> Iterator[list[Launch]]:
         fail(f"{call}\nKeep the line `@njit(boundscheck=True)`: {rule}.")
     if not callable(kernel) and not is_triton(kernel):
         fail(f"{kernel!r} is not a kernel: keep the line with `def`, and the one above it.")
-    with explained(call, kernel), record_accesses() if is_triton(kernel) else nullcontext([]) as launches:
-        yield launches
-    for recorded in launches:
+    with explained(call, kernel), record_accesses() if is_triton(kernel) else nullcontext([]) as recorded_launches:
+        yield recorded_launches
+    for recorded in recorded_launches:
         refuse_problems(call, kernel, recorded)
 
 
@@ -237,27 +230,17 @@ def check_cache_reads(call: str, launches: list[Launch], least: int) -> None:
 
 
 def compare(call: str, name: str, got: Any, expected: Tensor, places: tuple[str, ...], look: str) -> None:
-    """Raise an AssertionError about the first number that differs from the exact one.
-
-    Args:
-        call: The launch in words.
-        name: Of what was computed.
-        got, expected: What the kernel gave, and the exact numbers in double precision.
-        places: What the dimensions count, such as ("sequence", "head").
-        look: Where to look.
-    """
+    """Raise an AssertionError about the first number that differs from the exact one; `places` say what the dimensions count."""
     require(True, isinstance(got, Tensor), f"{call}\nExpected {name}: a tensor\nGot: {got!r}")
     expect(call, f"{name} of shape", list(expected.shape), list(got.shape), f"the shape of {name}")
-    tolerance = TOLERANCE.get(got.dtype, 2e-4)
-    see_tensor(expected, got, tolerance)
-    difference = (got.double() - expected).abs().nan_to_num(nan=torch.inf)
-    difference[(got.double() == expected)] = 0  # infinity minus infinity is NaN
-    largest = max(expected[expected.isfinite()].abs().tolist(), default=0.0)
-    bad = (difference > tolerance * max(largest, 1e-3)).nonzero().tolist()
-    for place in bad[:1]:
-        where = ", ".join(f"{what} {number}" for what, number in zip(places, place, strict=False))
-        right, came = float(expected[tuple(place)]), f"{float(got[tuple(place)]):.8g}."
-        if came == "nan.":
-            came += " That is not a number: was nothing stored there, was an unused slot read, or was infinity subtracted from infinity?"
-        wrong = f"{len(bad)} of {got.numel()} numbers are wrong"
-        fail(f"{call}\nExpected {name} at {where}: {right:.8g}\nGot: {came}\n{wrong}. Look at {look}.")
+    launches.compare(
+        call, got, expected, TOLERANCE.get(got.dtype, 2e-4),
+        lambda place: f"{name} at {', '.join(f'{what} {number}' for what, number in zip(places, place, strict=False))}",
+        lambda place: _NO_NUMBER if got[tuple(place)].isnan() else "",
+        look,
+    )  # fmt: skip
+
+
+_NO_NUMBER = (
+    ". That is not a number: was nothing stored there, was an unused slot read, or was infinity subtracted from infinity?"
+)
