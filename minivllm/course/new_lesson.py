@@ -37,8 +37,6 @@ _FILES = {
     "minivllm/course/lessons/lesson_{number}/__init__.py": '''"""The checks of lesson {number}."""
 
 from minivllm.course.lessons.lesson_{number}.counting import check_count_blocks
-
-__all__ = ["check_count_blocks"]
 ''',
     "minivllm/course/lessons/lesson_{number}/counting.py": '''"""The checks of lesson {number} for blocks that are counted."""
 

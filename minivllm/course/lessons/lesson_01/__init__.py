@@ -20,21 +20,3 @@ from minivllm.course.lessons.lesson_01.sampler import check_draw, check_sampler,
 
 STAND_INS = {"check-sampler-text": "check-sampler", "check-detokenizer-text": "check-detokenizer"}
 """For checks on the real model, the check that the grader runs with other input."""
-__all__ = [
-    "check_characters",
-    "check_detokenizer",
-    "check_detokenizer_text",
-    "check_draw",
-    "check_forbid_stops",
-    "check_min_p",
-    "check_penalties",
-    "check_sampler",
-    "check_sampler_text",
-    "check_stop_strings",
-    "check_temperature",
-    "check_top_k",
-    "check_top_p",
-    "load_tokenizer",
-    "token_bytes",
-    "watch",
-]

@@ -7,17 +7,3 @@ from minivllm.course.lessons.lesson_03.runner import check_layout, check_rows, c
 
 STAND_INS = {"check-text": "check-serve"}
 """For checks on the real model, the check that the grader runs with other input; `check_engine` has such input itself."""
-__all__ = [
-    "check_attend",
-    "check_engine",
-    "check_generate",
-    "check_layout",
-    "check_mask",
-    "check_rows",
-    "check_runner",
-    "check_serve",
-    "check_size",
-    "check_text",
-    "check_write",
-    "serve_watched",
-]

@@ -10,18 +10,3 @@ from minivllm.course.lessons.lesson_05.rows import (
     check_softmax,
 )
 from minivllm.course.lessons.lesson_05.tiles import check_gather, check_matmul, check_running, check_transpose
-
-__all__ = [
-    "check_add",
-    "check_add_rms_norm",
-    "check_engine",
-    "check_gather",
-    "check_matmul",
-    "check_max_and_sum",
-    "check_running",
-    "check_scale_rows",
-    "check_silu_and_mul",
-    "check_softmax",
-    "check_transpose",
-    "write_with",
-]

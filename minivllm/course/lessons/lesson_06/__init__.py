@@ -6,13 +6,3 @@ from minivllm.course.lessons.lesson_06.softmax import check_attend_in_pieces, ch
 
 STAND_INS = {"check-engine": "check-forward"}
 """For the check on the real model, the check that the grader runs with other input."""
-__all__ = [
-    "check_attend_in_pieces",
-    "check_decode",
-    "check_engine",
-    "check_forward",
-    "check_merge",
-    "check_prefill",
-    "check_write",
-    "write_with",
-]

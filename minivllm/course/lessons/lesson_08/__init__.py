@@ -8,20 +8,3 @@ from minivllm.course.lessons.lesson_08.start_up import check_count_blocks, check
 
 STAND_INS = {"check-text": "check-parts"}
 """For a check on the real model, the check that the grader runs with other input."""
-__all__ = [
-    "built_components",
-    "check_compute",
-    "check_count_blocks",
-    "check_entrance",
-    "check_execute_model",
-    "check_fail",
-    "check_find_slots",
-    "check_generate",
-    "check_lay_out",
-    "check_parts",
-    "check_prepare_inputs",
-    "check_start_up",
-    "check_take",
-    "check_text",
-    "check_worker",
-]

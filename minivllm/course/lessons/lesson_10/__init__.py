@@ -12,16 +12,3 @@ from minivllm.course.lessons.lesson_10.manager import (
 
 STAND_INS = {"check-chat": "check-decisions", "check-spike": "check-decisions"}
 """For checks on the real model, the check that the grader runs with other input."""
-__all__ = [
-    "check_admit",
-    "check_allocate",
-    "check_cache_full_blocks",
-    "check_can_allocate",
-    "check_chat",
-    "check_continuing",
-    "check_decisions",
-    "check_find_cached_blocks",
-    "check_hash_blocks",
-    "check_pool",
-    "check_spike",
-]
