@@ -13,7 +13,7 @@ from typing import Any
 
 from minivllm.core.block_allocator import BlockAllocator
 from minivllm.course.lessons.lesson_04.looks import ask, count, count_references, next_blocks, pool_state
-from minivllm.course.lessons.lesson_04.walk import walks
+from minivllm.course.lessons.lesson_04.walk import take_walks, walks
 from minivllm.course.observations import fail, require, rounds
 
 _SHARING_SIZES = (2, 3, 4, 16)
@@ -109,36 +109,27 @@ def check_allocate(manager_class: type) -> None:
 
 def check_free(manager_class: type) -> None:
     """All blocks return to the pool once, the last one of a table first."""
-    for walk in walks("free", manager_class):
-        walk.take(20, "allocate allocate free")
-        walk.take(4, "free")
+    take_walks("free", manager_class, (20, "allocate allocate free"), (4, "free"))
 
 
 def check_can_allocate(manager_class: type) -> None:
     """The answer just below and above the limit, with and without the watermark."""
-    for walk in walks("can allocate", manager_class):
-        walk.take(12, "allocate ask_newcomer")
+    take_walks("can allocate", manager_class, (12, "allocate ask_newcomer"))
 
 
 def check_append(manager_class: type) -> None:
     """The tables of several sequences that grow by one token or several, and share nothing."""
-    for walk in walks("append", manager_class):
-        walk.take(3, "allocate")
-        walk.take(25, "grow")
+    take_walks("append", manager_class, (3, "allocate"), (25, "grow"))
 
 
 def check_can_append(manager_class: type) -> None:
     """The answer for one token and for several, with just enough free blocks and with one too few, and nothing shared."""
-    for walk in walks("can append", manager_class):
-        walk.take(4, "allocate")
-        walk.take(12, "ask_growth")
+    take_walks("can append", manager_class, (4, "allocate"), (12, "ask_growth"))
 
 
 def check_fork(manager_class: type) -> None:
     """Siblings share the parent's blocks, each in its own list, and references are counted."""
-    for walk in walks("fork", manager_class):
-        walk.take(8, "allocate fork fork fork")
-        walk.take(12, "free free fork")
+    take_walks("fork", manager_class, (8, "allocate fork fork fork"), (12, "free free fork"))
 
 
 def check_copy_on_write(manager_class: type) -> None:
@@ -146,14 +137,10 @@ def check_copy_on_write(manager_class: type) -> None:
     check_append(manager_class)
     check_can_append(manager_class)
     for name, calls in (("copy", "grow"), ("room for a copy", "grow ask_growth")):
-        for walk in walks(name, manager_class, _SHARING_SIZES):
-            walk.take(6, "allocate fork fork fork")
-            walk.take(25, calls)
+        take_walks(name, manager_class, (6, "allocate fork fork fork"), (25, calls), block_sizes=_SHARING_SIZES)
 
 
 def check_swap(manager_class: type) -> None:
     """Swapping out and in: pairs in table order, blocks released on both sides, shared blocks, and the answers beforehand."""
     for name, calls in (("swap", "allocate"), ("swap siblings", "allocate fork fork fork")):
-        for walk in walks(name, manager_class):
-            walk.take(6, calls)
-            walk.take(30, f"{calls} grow swap_out swap_out swap_in free")
+        take_walks(name, manager_class, (6, calls), (30, f"{calls} grow swap_out swap_out swap_in free"))

@@ -40,6 +40,14 @@ def walks(name: str, manager_class: type, block_sizes: Sequence[int] = BLOCK_SIZ
         yield Walk(manager_class(block_sizes[number % len(block_sizes)], *sizes, watermark=watermark), rng, most_tables)
 
 
+def take_walks(name: str, manager_class: type, *calls: tuple[int, str], block_sizes: Sequence[int] = BLOCK_SIZES) -> None:
+    """In each round, make so many of some calls, which are separated by spaces, in any order; then so many of others."""
+    for walk in walks(name, manager_class, block_sizes):
+        for num_calls, names in calls:
+            for _ in range(num_calls):
+                getattr(walk, walk.rng.choice(names.split()))()
+
+
 class Walk:
     """A manager and the sequences that have a table in it. The public methods without arguments are the calls.
 
@@ -56,11 +64,6 @@ class Walk:
         self.swapped: list[TokenSequence] = []
         self.known: dict[str, dict[int, list[int]]] = {place: {} for place in PLACES}
         self.num_grown = 0
-
-    def take(self, num_calls: int, calls: str) -> None:
-        """Make some of these calls, which are separated by spaces."""
-        for _ in range(num_calls):
-            getattr(self, self.rng.choice(calls.split()))()
 
     # -- calls ---------------------------------------------------------------------------------------------------
 

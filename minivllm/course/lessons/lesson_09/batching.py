@@ -142,14 +142,7 @@ PROMPTS = (
 
 
 def check_text(llm: LLM) -> list[str]:
-    """The learner's batcher in the real engine writes what continuous batching writes, and really forms batches.
-
-    Args:
-        llm: An `LLM` with the learner's batcher.
-
-    Returns:
-        The texts.
-    """
+    """An engine with the learner's batcher writes what one with continuous batching writes, and really forms batches. Returns the texts."""
     engine, cls = llm.llm_engine, type(llm.llm_engine.scheduler)
     _check_own(cls)
     params = [SamplingParams(temperature=0, max_tokens=2 + 5 * (number % 3), ignore_eos=True) for number in range(len(PROMPTS))]
