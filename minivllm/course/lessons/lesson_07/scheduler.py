@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from bisect import insort
-from functools import partial
 from typing import Any
 
 from minivllm.config import SchedulerConfig
@@ -173,11 +172,12 @@ def _explain_admission(twins: Twins) -> str:
     """Where to look when not the right sequences are admitted, or with other numbers of tokens."""
     right, wrong = (names_of(part.seq for part in output.scheduled) for output in twins.outputs)
 
-    def say(may: str, scheduler: Any, output: SchedulerOutput, seq: Sequence) -> str:
+    def explain(scheduler: Any, output: SchedulerOutput, seq: Sequence) -> str:
+        may = "may" if correct_fits(scheduler, seq, output) else "may not"
         return f"the loop: it is the turn of {seq.request.request_id!r}, and `fits` says that it {may} join"
 
     wrong_tokens = "how many tokens each computes: all that it has, its output too"
-    return explain_turn(twins, "waiting", right, wrong, partial(say, "may"), partial(say, "may not")) or wrong_tokens
+    return explain_turn(twins, "waiting", right, wrong, explain) or wrong_tokens
 
 
 def check_admit(cls: type) -> None:
@@ -309,24 +309,22 @@ def _explain_return(twins: Twins) -> str:
     if right != wrong and batches[0] == batches[1]:
         return "output.swapped_in: those that come back must be in there, too"
 
-    def join(scheduler: Any, output: SchedulerOutput, seq: Sequence) -> str:
-        watermark = "" if scheduler.running else " Nothing runs, so the watermark is not kept."
-        why = f"it is its turn, a place is free, and so are its blocks.{watermark}"
-        budget = "It computes one token, and the budget of tokens always has room for one token per place"
-        return f"why {seq.request.request_id!r} does not come back: {why} {budget}"
-
-    def wait(scheduler: Any, output: SchedulerOutput, seq: Sequence) -> str:
-        name, first, count = seq.request.request_id, scheduler.waiting.first(), len(scheduler.running)
+    def explain(scheduler: Any, output: SchedulerOutput, seq: Sequence) -> str:
+        name, first, count = seq.request.request_id, next(iter(scheduler.waiting), None), len(scheduler.running)
         if first is not None and first.order < seq.order:
             return f"whose turn it is: {first.request.request_id!r} in self.waiting has a smaller `order` than {name!r}"
         if count >= scheduler.config.max_num_seqs:
             return f"max_num_seqs: {count} sequences run when it is the turn of {name!r}"
         manager, among = scheduler.block_manager, ", those that came back before it among them" if output.swapped_in else ""
-        blocks = f"{manager.num_blocks_for(seq.num_tokens)} blocks, {manager.get_num_free_gpu_blocks()} are free"
+        if manager.can_swap_in(seq, keep_watermark=count > 0):
+            watermark = "" if count else " Nothing runs, so the watermark is not kept."
+            tokens = "It computes one token, and the budget of tokens always has room for one token per place"
+            return f"why {name!r} does not come back: it is its turn, a place is free, and so are its blocks.{watermark} {tokens}"
+        blocks = f"{manager.num_blocks_for(seq.num_tokens)} blocks, {manager.get_num_free_gpu_blocks()} are free, and the watermark is {manager.watermark_blocks}"
         run = f"{count} sequence{'s run' if count != 1 else ' runs'} by then{among}"
-        return f"can_swap_in and its keep_watermark when it is the turn of {name!r}: {run}; it needs {blocks}, and the watermark is {manager.watermark_blocks}"
+        return f"can_swap_in and its keep_watermark when it is the turn of {name!r}: {run}; it needs {blocks}"
 
-    return explain_turn(twins, "swapped", right, wrong, join, wait) or _DECODES
+    return explain_turn(twins, "swapped", right, wrong, explain) or _DECODES
 
 
 _BACK = {

@@ -259,24 +259,22 @@ def _describe_sequence(scheduler: Any, seq: Sequence) -> str:
 
 
 def explain_turn(
-    twins: Twins, queue: str, right: list[str], wrong: list[str], join: Callable[..., str], wait: Callable[..., str]
+    twins: Twins, queue: str, right: list[str], wrong: list[str], explain: Callable[[Any, SchedulerOutput, Sequence], str]
 ) -> str | None:
-    """Where to look when not the right sequences have left a queue: whose turn it was, or what the one whose turn it was must do.
+    """Where to look when not the right sequences have left a queue: whose turn it was, or what decides about that one.
 
     Args:
         queue: Its name.
         right, wrong: Who has left it in the package's scheduler and in the learner's, in order.
-        join, wait: Why the next one must join, or must wait. Called with the scheduler that has stopped at this turn, its step, and
-            the sequence.
+        explain: Says what lets the sequence join, or keeps it waiting, in the scheduler that has stopped at its turn and in its step.
     """
     if right == wrong:
         return None
     turn = next((i for i, pair in enumerate(zip(right, wrong, strict=False)) if pair[0] != pair[1]), min(len(right), len(wrong)))
-    must_join = turn < len(right)
-    name = right[turn] if must_join else next(iter(names_of(getattr(twins.theirs, queue))), "")
+    name = right[turn] if turn < len(right) else next(iter(names_of(getattr(twins.theirs, queue))), "")
     if turn < len(wrong) and wrong[turn] != name:
         if wrong[turn] in wrong[:turn]:
             return f"how a sequence leaves self.{queue}: {wrong[turn]!r} has left it twice"
         return f"whose turn it is: {name!r} is the first in self.{queue}, and {wrong[turn]!r} must not overtake it"
-    scheduler, output = list(twins)[must_join]
-    return (join if must_join else wait)(scheduler, output, scheduler.requests[name].sequences[0])
+    scheduler, output = list(twins)[turn < len(right)]
+    return explain(scheduler, output, scheduler.requests[name].sequences[0])

@@ -9,9 +9,11 @@ from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.course.lessons.budget import BudgetScheduler
 from minivllm.course.lessons.lesson_07.engine import compare_steps, describe_steps, run_forty
-from minivllm.course.observations import expect, fail, seeded
+from minivllm.course.lessons.lesson_07.situations import Twins, count_tokens, explain_turn, names_of
+from minivllm.course.observations import expect, seeded
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.trace import EngineTrace
+from minivllm.request import Sequence
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SchedulerOutput
 from minivllm.simulation.engine import make_simulated_engine
@@ -22,14 +24,7 @@ _ROUNDS = 60
 class _Reference(BudgetScheduler):
     """The package's decisions under the names of the lesson."""
 
-    def schedule_decodes(self, output: SchedulerOutput) -> None:
-        self._schedule_decodes(output)
-
-    def schedule_chunks(self, output: SchedulerOutput) -> None:
-        self._schedule_prefill_chunks(output)
-
-    def admit(self, output: SchedulerOutput) -> None:
-        self._admit(output)
+    schedule_decodes, schedule_chunks, admit = Scheduler._schedule_decodes, Scheduler._schedule_prefill_chunks, Scheduler._admit
 
 
 def make_engine(
@@ -53,18 +48,17 @@ class Chats:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.beginnings = [[rng.randrange(100) for _ in range(rng.choice((4, 8, 13, 20)))] for _ in range(3)]
+        self.beginnings = [self._tokens(rng.choice((4, 8, 13, 20))) for _ in range(3)]
         self.number = 0
+
+    def _tokens(self, number: int) -> list[int]:
+        return [self.rng.randrange(100) for _ in range(number)]
 
     def add_to(self, engines: list[LLMEngine], longest: int | None = None) -> None:
         """Add the next request to each engine: one like an earlier one, or a new one that is as long as can be."""
         rng = self.rng
-        prompt = rng.choice([*self.beginnings, []]) + [
-            rng.randrange(100) for _ in range(rng.choice((0, 1, 3, rng.randint(0, 30))))
-        ]
-        prompt = prompt[:60] or [5]
-        if longest is not None:
-            prompt = [rng.randrange(100) for _ in range(longest - rng.randrange(3))]
+        prompt = rng.choice([*self.beginnings, []]) + self._tokens(rng.choice((0, 1, 3, rng.randint(0, 30))))
+        prompt = (prompt[:60] or [5]) if longest is None else self._tokens(longest - rng.randrange(3))
         params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 40 if longest is None else 1), ignore_eos=True, seed=0)
         if rng.random() < 0.4:
             self.beginnings.append(prompt)
@@ -95,7 +89,7 @@ def _is_telling(scheduler: Any, kind: int) -> bool:
     return not waiting and seats > 1 and scheduler.block_manager.get_num_free_gpu_blocks() > 9
 
 
-def make_twins(cls: Any, seed: str) -> tuple[Any, Any]:
+def make_twins(cls: Any, seed: str) -> Twins:
     """A learner's scheduler and the reference in the same situation: the package's decisions have brought both there."""
     rng = seeded(seed)
     shape, kind = rng.random(), rng.randrange(7)
@@ -115,143 +109,138 @@ def make_twins(cls: Any, seed: str) -> tuple[Any, Any]:
         chats.add_to(engines, longest)
     for _ in range(rng.randint(0, 3)):
         chats.add_to(engines)
-    theirs, mine = (engine.scheduler for engine in engines)
-    theirs.__class__, mine.__class__ = _Reference, cls
-    return theirs, mine
+    twins = Twins(*(engine.scheduler for engine in engines))
+    twins.theirs.__class__, twins.mine.__class__ = _Reference, cls
+    return twins
 
 
-def describe(scheduler: Any) -> str:
-    """A situation in words."""
-    config, manager = scheduler.config, scheduler.block_manager
-    running = ", ".join(
-        f"{seq.request.request_id} ({seq.num_tokens} tokens, {seq.num_uncomputed_tokens} to compute)" for seq in scheduler.running
-    )
-    first = list(scheduler.waiting)[:3]
-    more = f" and {len(scheduler.waiting) - 3} more" if len(scheduler.waiting) > 3 else ""
-    waiting = ", ".join(
-        f"{seq.request.request_id} ({seq.num_tokens} tokens, {len(manager.find_cached_blocks(seq)) * manager.block_size} of them in the cache"
-        f"{', preempted before' if seq.request.metrics.num_preemptions else ''})"
-        for seq in first
-    )
-    return (
-        f"running: {running or 'nobody'}; waiting: {waiting or 'nobody'}{more}. max_num_seqs={config.max_num_seqs}, max_num_batched_tokens={config.max_num_batched_tokens}; "
-        f"{manager.get_num_free_gpu_blocks()} of {manager.num_gpu_blocks} blocks are free, watermark {manager.watermark_blocks}."
-    )
+# -- where to look -----------------------------------------------------------------------------------------------------
 
 
-def picture_of(scheduler: Any, output: SchedulerOutput) -> dict[str, Any]:
-    """The observable state of a scheduler and the step being built."""
-    everybody = [*scheduler.running, *scheduler.waiting]
-    manager = scheduler.block_manager
-    return {
-        "tokens to compute": {part.seq.request.request_id: part.num_tokens for part in output.scheduled},
-        "order of the batch": [part.seq.request.request_id for part in output.scheduled],
-        "preempted": [seq.request.request_id for seq in output.preempted],
-        "num_batched_tokens": output.num_batched_tokens,
-        "num_prefills": output.num_prefills,
-        "running": [seq.request.request_id for seq in scheduler.running],
-        "waiting": [seq.request.request_id for seq in scheduler.waiting],
-        "num_computed_tokens": {seq.request.request_id: seq.num_computed_tokens for seq in everybody},
-        "num_cached_tokens": {seq.request.request_id: seq.request.metrics.num_cached_tokens for seq in everybody},
-        "status": {seq.request.request_id: seq.status.value for seq in everybody},
-        "block tables": {number: list(table) for number, table in sorted(manager.block_tables.items())},
-        "tables in the batch": {part.seq.request.request_id: list(part.block_table) for part in output.scheduled},
-        "free blocks": manager.get_num_free_gpu_blocks(),
-    }
+def _explain_admission(twins: Twins) -> str:
+    """Where to look when admission goes wrong: the limit, or the order, that the first wrong newcomer was about."""
+    right, wrong = ({part.seq.request.request_id: part.num_tokens for part in output.scheduled} for output in twins.outputs)
+    different = (pair for pair in zip(right.items(), wrong.items(), strict=False) if pair[0] != pair[1])
+    (name, expected), (other, got) = next(different, (("", 0), ("nobody", 0)))
+    if name != other:
+        turn = explain_turn(twins, "waiting", list(right), list(wrong), _explain_limits)
+        return turn or "what becomes of a newcomer: it leaves self.waiting, and `join` puts it into self.running"
+    found = twins.theirs.requests[name].sequences[0].num_computed_tokens
+    if found and got > expected:
+        return f"cached tokens: {found} tokens of {name!r} were found in the cache, so they are not computed again and take nothing of the budget"
+    if got < expected:
+        return f"cached tokens: {found} tokens of {name!r} are in the cache at this turn, whatever was found before; and at the budget, all of which it may take"
+    return "the budget: a newcomer computes what was not found in the cache, and no more than is left of max_num_batched_tokens"
 
 
-_LOOK = {
-    "tokens to compute": "how many tokens each sequence computes: num_uncomputed_tokens, what was found in the cache, and what is left of the budget (output.num_batched_tokens says how much is taken)",
+def _explain_limits(scheduler: Any, output: SchedulerOutput, seq: Sequence) -> str:
+    """What keeps a sequence waiting at its turn, or what does not."""
+    manager, config, name = scheduler.block_manager, scheduler.config, seq.request.request_id
+    cached, keep = manager.find_cached_blocks(seq), bool(scheduler.running)
+    places, budget = config.max_num_seqs - len(scheduler.running), config.max_num_batched_tokens - output.num_batched_tokens
+    rest = seq.num_tokens - len(cached) * manager.block_size
+    needed = f"{name!r} needs {manager.num_blocks_for(seq.num_tokens)} blocks, {len(cached)} of which are in the cache"
+    blocks = f"{needed}; {manager.get_num_free_gpu_blocks()} are free, and the watermark is {manager.watermark_blocks}"
+    if places <= 0:
+        return f"the places: max_num_seqs sequences run when it is the turn of {name!r}"
+    if budget <= 0:
+        return f"the budget: nothing of max_num_batched_tokens is left when it is the turn of {name!r}"
+    if not manager.can_allocate(seq, cached, keep):
+        return f"can_allocate, and the watermark, which is kept while something runs: {blocks}"
+    if not manager.can_allocate(seq, cached, keep_watermark=True):
+        return f"the watermark: nothing runs, so it is not kept; {blocks}"
+    if not manager.can_allocate(seq, [], keep):
+        return f"cached tokens: pass what find_cached_blocks found on to can_allocate; {blocks}"
+    if budget < rest:
+        return f"the budget: {count_tokens(budget)} can be computed, and {name!r} may join with a part of the {rest} that it has to compute"
+    return f"the loop: it is the turn of {name!r}, places ({places}), budget ({count_tokens(budget)}) and blocks are left, and several may join in a step"
+
+
+_LOOKS = {
+    "batch": "how many tokens each computes: num_uncomputed_tokens, and what is left of the budget (output.num_batched_tokens says how much is taken)",
     "order of the batch": "the order in which sequences are added",
     "preempted": "make_room_for: for which sequence it is called, and in which order",
-    "num_prefills": "what counts as a prefill: each prompt, or chunk of one",
+}
+_ADMIT = dict.fromkeys(("batch", "order of the batch", "running", "waiting"), _explain_admission) | {
     "num_computed_tokens": "num_computed_tokens: what was found when it was admitted; 0 for a sequence that was not",
     "num_cached_tokens": "metrics.num_cached_tokens: only of requests that are admitted for the first time",
+    "blocks": "cached tokens: the found blocks are passed on to allocate",
     "free blocks": "which blocks are taken, and whether a failed attempt keeps any",
-    "tables in the batch": "append_slots before add: the table is passed on as it is at that moment",
 }
+_VAIN = " admit was called once before, when no block could be had; since then all free blocks were handed out to others and came back."
+_ORDER = "what schedule calls, and in which order: decodes, then chunks, and newcomers last"
+_SCHEDULE = _ADMIT | dict.fromkeys(("batch", "order of the batch", "preempted", "running", "waiting"), _ORDER)
 
 
-def compare(said: str, theirs: Any, mine: Any, outputs: tuple[SchedulerOutput, SchedulerOutput]) -> None:
-    """Raise an AssertionError about the first difference."""
-    expected, got = picture_of(theirs, outputs[0]), picture_of(mine, outputs[1])
-    for name, value in expected.items():
-        expect(said, name, value, got[name], _LOOK.get(name, f"what changes {name}"))
+# -- the checks ------------------------------------------------------------------------------------------------------
 
 
 def check_continuing(cls: Any) -> None:
     """Decodes and chunks, in random situations."""
     for number in range(2 * _ROUNDS):
-        theirs, mine = make_twins(cls, f"continuing {number}")
-        if number % 3 == 0:  # several in the middle of their prompts
-            for scheduler in (theirs, mine):
-                for seq in scheduler.running[1:]:
-                    seq.num_computed_tokens = max(0, seq.num_computed_tokens - 2)
-        said = describe(theirs)
-        outputs = SchedulerOutput(), SchedulerOutput()
-        for scheduler, output in zip((theirs, mine), outputs, strict=True):
-            scheduler.schedule_decodes(output)
-        compare(f"After schedule_decodes(output). Before: {said}", theirs, mine, outputs)
-        limit = theirs.config.max_num_batched_tokens
-        taken = max(outputs[0].num_batched_tokens, seeded(f"taken {number}").choice((0, 0, limit - 2, limit)))
-        for scheduler, output in zip((theirs, mine), outputs, strict=True):
-            output.num_batched_tokens = taken
-            scheduler.schedule_chunks(output)
-        compare(f"After schedule_chunks(output), with {taken} tokens given away before. At first: {said}", theirs, mine, outputs)
+        twins = make_twins(cls, f"continuing {number}")
+        for scheduler, _ in twins:
+            for seq in scheduler.running[1:] if number % 3 == 0 else []:  # several in the middle of their prompts
+                seq.num_computed_tokens = max(0, seq.num_computed_tokens - 2)
+        twins.call("schedule_decodes")
+        twins.compare(_LOOKS, skip=("phase",))
+        limit = twins.theirs.config.max_num_batched_tokens
+        _give_away(twins, max(twins.outputs[0].num_batched_tokens, seeded(f"taken {number}").choice((0, 0, limit - 2, limit))))
+        twins.call("schedule_chunks")
+        twins.compare(_LOOKS, skip=("phase",))
 
 
 def check_admit(cls: Any) -> None:
     """Newcomers, and the whole step, in random situations."""
     for number in range(3 * _ROUNDS):
-        theirs, mine = make_twins(cls, f"admit {number}")
-        said = ""
-        if number % 3 == 0 and theirs.running:
-            _try_in_vain(theirs)
-            _try_in_vain(mine)
-            said = " admit was called once before, when no block could be had; since then all free blocks were handed out to others and came back."
-        said = describe(theirs) + said
-        outputs = SchedulerOutput(), SchedulerOutput()
-        limit = theirs.config.max_num_batched_tokens
-        for output in outputs:  # as if others had taken a part of the budget
-            output.num_batched_tokens = seeded(f"taken {number}").choice((0, 0, limit // 2, limit - 1, limit))
-        said = f"admit(output), {outputs[0].num_batched_tokens} tokens are given away already. Before: {said}"
-        for scheduler, output in zip((theirs, mine), outputs, strict=True):
-            scheduler.admit(output)
-        compare(said, theirs, mine, outputs)
+        twins = make_twins(cls, f"admit {number}")
+        in_vain = number % 3 == 0 and bool(twins.theirs.running)
+        if in_vain:
+            _try_in_vain(twins)
+        limit = twins.theirs.config.max_num_batched_tokens
+        _give_away(twins, seeded(f"taken {number}").choice((0, 0, limit // 2, limit - 1, limit)))
+        twins.call("admit")
+        twins.said += (
+            " admit was called once before, when no block could be had; since then all free blocks were handed out to others and came back."
+            * in_vain
+        )
+        twins.compare(_ADMIT, skip=("phase",))
     for number in range(_ROUNDS):
-        theirs, mine = make_twins(cls, f"schedule {number}")
-        said = f"schedule(). Before: {describe(theirs)}"
-        outputs = Scheduler.schedule(theirs), cls.schedule(mine)
-        if not isinstance(outputs[1], SchedulerOutput):
-            fail(f"{said}\nExpected: a SchedulerOutput\nGot: {outputs[1]!r}\nLook at what schedule returns.")
-        compare(said, theirs, mine, outputs)
-    _check_nobody_joins_after_a_preemption(cls)
+        twins = make_twins(cls, f"schedule {number}")
+        twins.schedule()
+        twins.compare(_SCHEDULE, skip=("phase",))
+    _check_after_a_preemption(cls)
 
 
-def _try_in_vain(scheduler: Any) -> None:
+def _check_after_a_preemption(cls: Any) -> None:
+    """Nobody joins in a step with a preemption."""
+    for number in range(_ROUNDS):
+        twins = make_twins(cls, f"after {number}")
+        twins.say("Then a schedule() whose schedule_decodes has preempted a sequence.")
+        twins.mine.schedule_decodes = lambda output: output.preempted.append(None)
+        before, _ = names_of(twins.mine.waiting), twins.mine.schedule()
+        look = "when admit is called: not in a step with a preemption (output.preempted)"
+        expect(twins.said, "waiting", before, names_of(twins.mine.waiting), look)
+
+
+def _give_away(twins: Twins, num_tokens: int) -> None:
+    """A part of the budget is taken, as if by others."""
+    for _, output in twins:
+        output.num_batched_tokens = num_tokens
+
+
+def _try_in_vain(twins: Twins) -> None:
     """Have `admit` fail for lack of blocks, and then lose what the free blocks hold."""
-    manager = scheduler.block_manager
-    pool, watermark = manager.gpu_allocator, manager.watermark_blocks
-    manager.watermark_blocks = 10**6
-    scheduler.admit(SchedulerOutput())
-    manager.watermark_blocks = watermark
-    held = [pool.allocate() for _ in range(pool.num_free)]
-    for block in held:
-        pool.release(block)
-
-
-def _check_nobody_joins_after_a_preemption(cls: Any) -> None:
-    def preempt(self: Any, output: SchedulerOutput) -> None:
-        output.preempted.append(None)  # type: ignore[arg-type]
-
-    made_up = type(cls.__name__, (cls,), {"schedule_decodes": preempt})
-    for number in range(_ROUNDS):
-        _, mine = make_twins(made_up, f"after {number}")
-        before = [seq.request.request_id for seq in mine.waiting]
-        said = f"A step in which schedule_decodes has preempted a sequence. Before: {describe(mine)}"
-        made_up.schedule(mine)
-        after = [seq.request.request_id for seq in mine.waiting]
-        expect(said, "waiting", before, after, "when admit is called: not in a step with a preemption (output.preempted)")
+    managers = [scheduler.block_manager for scheduler, _ in twins]
+    watermark = managers[0].watermark_blocks
+    for manager in managers:
+        manager.watermark_blocks = 10**6
+    twins.call("admit")
+    twins.compare(_ADMIT, skip=("phase",))
+    for manager in managers:
+        manager.watermark_blocks = watermark
+        for block in [manager.gpu_allocator.allocate() for _ in range(manager.get_num_free_gpu_blocks())]:
+            manager.gpu_allocator.release(block)
 
 
 def run_chats(scheduler_cls: Any, manager_cls: Any, seed: str) -> EngineTrace:
@@ -270,13 +259,10 @@ def steps_of(trace: EngineTrace) -> list[dict[str, Any]]:
 
 def check_decisions(scheduler_cls: Any, manager_cls: Any) -> None:
     """The same steps as the package's scheduler and manager, alone and together."""
-    for number, classes in enumerate(
-        ((scheduler_cls, BlockSpaceManager), (Scheduler, manager_cls), (scheduler_cls, manager_cls), (scheduler_cls, manager_cls))
-    ):
-        seed = f"chats {number}"
-        expected, got = run_chats(Scheduler, BlockSpaceManager, seed), run_chats(*classes, seed)
+    both, look = (scheduler_cls, manager_cls), "the checks above, and what happens between two steps: freeing, evicting, matching"
+    for number, classes in enumerate(((scheduler_cls, BlockSpaceManager), (Scheduler, manager_cls), both, both)):
+        expected, got = (run_chats(*pair, f"chats {number}") for pair in ((Scheduler, BlockSpaceManager), classes))
         said = f"Forty requests of chats, with {' and '.join(cls.__name__ for cls in classes)}."
-        look = "the checks above, and what happens between two steps: freeing, evicting, matching"
         compare_steps(said, steps_of(expected), steps_of(got), look, "when a request ends")
         found = ({name: request.num_cached_tokens for name, request in trace.requests.items()} for trace in (expected, got))
         expect(f"{said} All steps are the same.", "num_cached_tokens", *found, "request.metrics.num_cached_tokens")
