@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minivllm.course.lessons.lesson_05 import launches
 from minivllm.course.lessons.lesson_05.launches import check_reads, explained, refuse_problems
+from minivllm.course.lessons.lesson_05.launches import compare as compare_numbers
 from minivllm.course.lessons.paged_kernels import is_triton
 from minivllm.course.observations import expect, fail, is_recording, require, rounds
 from minivllm.kernels import reference
@@ -201,9 +201,9 @@ def watched(call: str, kernel: Any) -> Iterator[list[Launch]]:
         fail(f"{call}\nKeep the line `@njit(boundscheck=True)`: {rule}.")
     if not callable(kernel) and not is_triton(kernel):
         fail(f"{kernel!r} is not a kernel: keep the line with `def`, and the one above it.")
-    with explained(call, kernel), record_accesses() if is_triton(kernel) else nullcontext([]) as recorded_launches:
-        yield recorded_launches
-    for recorded in recorded_launches:
+    with explained(call, kernel), record_accesses() if is_triton(kernel) else nullcontext([]) as launches:
+        yield launches
+    for recorded in launches:
         refuse_problems(call, kernel, recorded)
 
 
@@ -233,7 +233,7 @@ def compare(call: str, name: str, got: Any, expected: Tensor, places: tuple[str,
     """Raise an AssertionError about the first number that differs from the exact one; `places` say what the dimensions count."""
     require(True, isinstance(got, Tensor), f"{call}\nExpected {name}: a tensor\nGot: {got!r}")
     expect(call, f"{name} of shape", list(expected.shape), list(got.shape), f"the shape of {name}")
-    launches.compare(
+    compare_numbers(
         call, got, expected, TOLERANCE.get(got.dtype, 2e-4),
         lambda place: f"{name} at {', '.join(f'{what} {number}' for what, number in zip(places, place, strict=False))}",
         lambda place: _NO_NUMBER if got[tuple(place)].isnan() else "",
