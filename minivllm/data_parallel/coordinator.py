@@ -36,12 +36,14 @@ from minivllm.data_parallel.messages import (
 )
 from minivllm.data_parallel.routing import LoadPublisher
 from minivllm.data_parallel.sockets import LOOK_SECONDS, MAX_HANDSHAKE_BYTES, KeyPair, RefusalLog, Sockets
-from minivllm.executor.processes import ForwardLog, exit_with_parent, read_setup
+from minivllm.executor.processes import ForwardLog, LifeSigns, exit_with_parent, read_setup
 
 logger = logging.getLogger("minivllm.data_parallel.coordinator")  # also as the main module of its process
 
 HELD_SECONDS = 5.0
 """A node that is silent for this long loses its ranks."""
+CANNOT_LISTEN = 2
+"""Its exit status if somebody else listens there."""
 
 
 class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
@@ -242,11 +244,12 @@ class DPCoordinatorProc:
 
 
 if __name__ == "__main__":
+    LifeSigns()
     setup = read_setup(CoordinatorSetup)
     exit_with_parent()
     try:
         coordinator = DPCoordinatorProc(setup)
     except zmq.ZMQError as error:
         print(f"minivllm: the coordinator cannot listen on {setup.handshake_address}: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(CANNOT_LISTEN)
     coordinator.run()

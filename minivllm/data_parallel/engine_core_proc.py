@@ -38,7 +38,7 @@ from minivllm.engine.core_messages import (
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_loop import EngineCoreLoop
 from minivllm.engine.engine_core_proc import EngineCoreProc, ProcessSetup
-from minivllm.executor.processes import exit_with_parent, read_setup
+from minivllm.executor.processes import LifeSigns, exit_with_parent, read_setup
 
 MAX_UNREAD = 10_000
 """Messages that wait for an API server which reads nothing. Further ones are lost; it finds out, and sends its requests elsewhere."""
@@ -160,6 +160,7 @@ class DPEngineCoreProc(EngineCoreProc):
 
 
 if __name__ == "__main__":
+    LifeSigns()
     setup = read_setup(ReplicaSetup)
     exit_with_parent(setup.socket_folder)
     sys.exit(DPEngineCoreProc(setup).run())

@@ -14,7 +14,8 @@ import msgspec
 import zmq
 
 from minivllm.data_parallel import messages
-from minivllm.data_parallel.coordinator import CoordinatorSetup
+from minivllm.data_parallel.coordinator import CANNOT_LISTEN, CoordinatorSetup
+from minivllm.data_parallel.liveness import HOPELESS
 from minivllm.data_parallel.messages import (
     VERSION,
     FromHandshake,
@@ -30,6 +31,8 @@ from minivllm.engine.core_handle import make_socket_folder
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.executor.processes import ChildProcess
+
+logger = logging.getLogger(__name__)
 
 POLL_MS = 20
 """How often to look whether processes have ended."""
@@ -104,6 +107,7 @@ class ReplicaLauncher:
             handshake_address, self.place.address("reports"), f"ipc://{folder}/loads", key, client_count,
             parallel.data_parallel_size, self._hash, log_level, self.node_id,
         )  # fmt: skip
+        self._patience = HOPELESS * parallel.replica_timeout
         self._coordinator_due: float | None = None
         """When to start another coordinator in place of one that has died, in seconds of `time.monotonic`."""
         self._start_coordinator()
@@ -137,7 +141,7 @@ class ReplicaLauncher:
     def tend_coordinator(self) -> str | None:
         """Start another coordinator where one has died, at the same addresses. Returns how it has ended, once, in words."""
         now = time.monotonic()
-        if self._coordinator_due is None and (end := self.coordinator.poll()):
+        if self._coordinator_due is None and (end := self._poll_coordinator()):
             self._coordinator_due = now + (self._coordinator_policy.next_pause(now - self._coordinator_since) or 0.0)
             return end
         if self._coordinator_due is not None and now >= self._coordinator_due:
@@ -152,14 +156,20 @@ class ReplicaLauncher:
         self.coordinator = ChildProcess("minivllm.data_parallel.coordinator", self._setup, 1)
         self._coordinator_since, self._coordinator_due = time.monotonic(), None
 
+    def _poll_coordinator(self) -> str | None:
+        """How the coordinator has ended; None while it runs. One that shows no sign of life is killed."""
+        if self.coordinator.kill_if_silent(self._patience):
+            logger.error("The coordinator of the replicas shows no sign of life: it is killed.")
+        return self.coordinator.poll()
+
     def ask(self, handshake: zmq.Socket[bytes], message: HelloFrontend | HelloNode) -> FromHandshake:
         """The coordinator's answer, while all processes run."""
         handshake.send(messages.encode(message))
         while not handshake.poll(POLL_MS):
             self.check_others()
-            if end := self.coordinator.poll():
+            if end := self._poll_coordinator():
                 parallel = self._config.parallel_config
-                if parallel.is_on_one_machine:
+                if parallel.is_on_one_machine or self.coordinator.exit_status != CANNOT_LISTEN:
                     raise EngineDeadError(f"The coordinator of the replicas {end}.")
                 port = parallel.data_parallel_rpc_port
                 raise ConfigError(

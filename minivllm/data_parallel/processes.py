@@ -16,11 +16,12 @@ import torch
 import zmq
 
 from minivllm.data_parallel.engine_core_proc import Note, ReplicaSetup
+from minivllm.data_parallel.liveness import HOPELESS
 from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied, encode, replica_name
 from minivllm.data_parallel.sockets import Sockets
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core_proc import RETURN_STATUS
-from minivllm.executor.processes import GRACE_SECONDS, ChildProcess, may_come_from_outside
+from minivllm.executor.processes import GRACE_SECONDS, START_SECONDS, ChildProcess, may_come_from_outside
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,6 @@ class ReplicaProcess(ChildProcess):
         os.set_blocking(self._pipe, False)
         self.ready_since: float | None = None
         self.notes: set[Note] = set()
-        self._is_killed_here = False
 
     @property
     def was_killed(self) -> bool:
@@ -75,11 +75,6 @@ class ReplicaProcess(ChildProcess):
     def drain(self) -> None:
         """Let it finish what it has, and end."""
         self._process.terminate()
-
-    def kill(self) -> None:
-        """Kill it, without waiting until it has ended."""
-        self._is_killed_here = True
-        self._process.kill()
 
     def shutdown(self, grace: float = 0.0) -> None:
         """Wait some seconds until it has ended, as it was told to; then kill it."""
@@ -160,6 +155,7 @@ class LocalReplicas:
             self._gpus = divide_gpus(ranks, config.parallel_config.tensor_parallel_size, visible_gpus())
         self._node_id, self._restart, self._is_ending = node_id, restart, False
         self._size = config.parallel_config.data_parallel_size
+        self._patience = max(HOPELESS * config.parallel_config.replica_timeout, START_SECONDS)
         self._next_sign = 0.0
         self._places = {rank: _Place(RestartPolicy(config.parallel_config.max_replica_deaths)) for rank in ranks}
         for rank in ranks:
@@ -196,6 +192,8 @@ class LocalReplicas:
                     self._start_one(rank)
                 except OSError as error:  # no memory, no process, no file
                     ended.append(self._note_failed_start(rank, place, error))
+            if place.process is not None and place.process.kill_if_silent(self._patience):
+                logger.error("%s shows no sign of life: its process is killed.", replica_name(rank, self._size))
             if place.process is not None and (end := place.process.poll()):
                 place.ended_since = place.ended_since or now
                 if now - place.ended_since >= LAST_WORDS_SECONDS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -38,7 +39,7 @@ from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_loop import EngineCoreLoop
 from minivllm.engine.engine_core_proc import CoreSetup
 from minivllm.errors import EngineDeadError
-from minivllm.executor.processes import GRACE_SECONDS, ChildProcess
+from minivllm.executor.processes import GRACE_SECONDS, START_SECONDS, ChildProcess
 
 _POLL_MS = 100
 """How long a process may be gone before it is noticed."""
@@ -132,7 +133,7 @@ class CoreProcess:
         shutil.rmtree(folder, ignore_errors=True)
 
     def _wait_until_ready(self) -> CoreReady:
-        message = self._receive()
+        message = self._receive(patience=START_SECONDS)
         if isinstance(message, CoreReady):
             return message
         if isinstance(message, CoreLost):
@@ -155,7 +156,7 @@ class CoreProcess:
         assert not isinstance(message, CoreReady), "it is the first message"
         return message
 
-    def _receive(self) -> CoreReady | EngineCoreOutputs | CoreFailed | CoreLost | None:
+    def _receive(self, patience: float = math.inf) -> CoreReady | EngineCoreOutputs | CoreFailed | CoreLost | None:
         with self._receiving:
             while not self._shut_down.is_set():
                 if self._output.poll(_POLL_MS):
@@ -166,6 +167,8 @@ class CoreProcess:
                     elif isinstance(message, CoreReady | EngineCoreOutputs | CoreFailed):
                         return message
                     continue
+                if self._process.kill_if_silent(patience):
+                    return CoreLost(f"its process showed no sign of life for {patience:.0f} seconds, and was killed")
                 end = self._process.poll()
                 if end is not None and not self._output.poll(0):
                     return CoreLost(f"its process {end}")

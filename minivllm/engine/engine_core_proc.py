@@ -26,7 +26,7 @@ import zmq
 from minivllm.engine.core_messages import CoreFailed, CoreLog, FromCore, Heartbeat, KillReplica, ToCore, decode_to_core, encode
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.engine_core_loop import EngineCoreLoop
-from minivllm.executor.processes import ForwardLog, exit_with_parent, read_setup
+from minivllm.executor.processes import ForwardLog, LifeSigns, exit_with_parent, read_setup
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +164,7 @@ def _exit_at_once() -> None:
 
 
 if __name__ == "__main__":
+    LifeSigns()
     setup = read_setup(CoreSetup)
     exit_with_parent(setup.socket_folder)
     sys.exit(EngineCoreProc(setup).run())

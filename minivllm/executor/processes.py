@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +27,19 @@ _Setup = TypeVar("_Setup", bound=msgspec.Struct)
 
 GRACE_SECONDS = 5.0
 """How long a process may take to finish what it does when told to stop."""
+SIGN_SECONDS = 1.0
+"""How often a process shows its parent that it lives."""
+START_SECONDS = 30.0
+"""How long a process may take to show it for the first time, or while it loads: some libraries hold up its other threads for a while."""
 
 
 def start_python(
-    module: str, setup: msgspec.Struct, num_threads: int | None = None, descriptors: tuple[int, ...] = (), gpus: str | None = None
+    module: str,
+    setup: msgspec.Struct,
+    num_threads: int | None = None,
+    descriptors: tuple[int, ...] = (),
+    gpus: str | None = None,
+    arguments: tuple[str, ...] = (),
 ) -> subprocess.Popen[bytes]:
     """Run a module as a process with this one's module path and a pipe as its standard input.
 
@@ -38,6 +49,7 @@ def start_python(
         num_threads: Threads to compute with; None means one per processor.
         descriptors: File descriptors to inherit, under the same numbers.
         gpus: The GPUs it sees, as in CUDA_VISIBLE_DEVICES; None means all that this process sees.
+        arguments: Of its command line.
     """
     environment = {"PYTHONPATH": _module_path(), "PYTHONSAFEPATH": "1"}
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
@@ -47,7 +59,7 @@ def start_python(
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
     process = subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=2 if _is_open(2) else subprocess.DEVNULL,  # it may print for people, but not into a pipe
         stderr=None if _is_open(2) else subprocess.DEVNULL,
@@ -79,7 +91,7 @@ def _is_open(descriptor: int) -> bool:
 
 
 class ChildProcess:
-    """A process that ends with this one, at the latest. The arguments are those of `start_python`."""
+    """A process that ends with this one, at the latest, and shows that it lives by `LifeSigns`. The arguments are those of `start_python`."""
 
     def __init__(
         self,
@@ -89,8 +101,16 @@ class ChildProcess:
         descriptors: tuple[int, ...] = (),
         gpus: str | None = None,
     ) -> None:
-        self._process = start_python(module, setup, num_threads, descriptors, gpus)
+        self._signs, theirs = os.pipe()
+        weakref.finalize(self, os.close, self._signs)
+        try:
+            self._process = start_python(module, setup, num_threads, (*descriptors, theirs), gpus, (str(theirs),))
+        finally:
+            os.close(theirs)
         self._end = weakref.finalize(self, _end_process, self._process)
+        os.set_blocking(self._signs, False)
+        self._latest_sign = self._latest_look = time.monotonic()
+        self._has_begun = self._is_killed_here = False
 
     @property
     def process_id(self) -> int:
@@ -116,6 +136,29 @@ class ChildProcess:
         """How it ended, in words that follow its name; None while it runs."""
         status = self._process.poll()
         return None if status is None else describe_exit(status)
+
+    def kill_if_silent(self, limit: float) -> bool:
+        """Kill it if it has shown no sign of life for `limit` seconds, or `START_SECONDS` if it has just been started. True if it was killed now.
+
+        Call this at least once a second: after a longer pause it was perhaps this process that was stopped, or all were.
+        """
+        now = time.monotonic()
+        with contextlib.suppress(BlockingIOError):
+            if os.read(self._signs, 4096):
+                self._latest_sign, self._has_begun = now, True
+        if now - self._latest_look > 2 * SIGN_SECONDS:
+            self._latest_sign = now
+        self._latest_look = now
+        patience = limit if self._has_begun else max(limit, START_SECONDS)
+        if now - self._latest_sign <= patience or self._is_killed_here or self.poll() is not None:
+            return False
+        self.kill()
+        return True
+
+    def kill(self) -> None:
+        """Kill it, without waiting until it has ended."""
+        self._is_killed_here = True
+        self._process.kill()
 
     def wait(self, seconds: float) -> None:
         """Wait until it has ended, but not for longer."""
@@ -177,6 +220,28 @@ def exit_with_parent(*folders: str) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+class LifeSigns:
+    """Shows the parent that this process lives: from now on, once a second, from a thread, through the pipe of `ChildProcess`."""
+
+    def __init__(self) -> None:
+        self._until = math.inf
+        if len(sys.argv) > 1:
+            threading.Thread(target=self._run, args=(int(sys.argv[1]),), daemon=True).start()
+
+    def vouch(self, seconds: float) -> None:
+        """Show no signs after so many seconds, unless this is called again: another thread might hang, and is what counts."""
+        self._until = time.monotonic() + seconds
+
+    def _run(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
+            while True:
+                if time.monotonic() < self._until:
+                    with contextlib.suppress(BlockingIOError):  # nobody has looked for hours
+                        os.write(descriptor, b".")
+                time.sleep(SIGN_SECONDS)
 
 
 class ForwardLog(logging.Handler):

@@ -25,12 +25,20 @@ class FakeProcess:
         self.incarnation = len(self.started) + 1
         self.process_id = 1000 + self.incarnation
         self.exit_status = self.ready_since = None
-        self.was_killed = self.was_told = False
+        self.was_killed = self.was_told = self.is_silent = False
+        self.patience = None
         self.notes = set()
         self.started.append(self)
 
     def poll(self):
         return None if self.exit_status is None else f"ended with status {self.exit_status}"
+
+    def kill_if_silent(self, limit):
+        self.patience = limit
+        if self.is_silent and self.exit_status is None:
+            self.kill()
+            return True
+        return False
 
     def drain(self):
         self.was_told = True
@@ -45,13 +53,21 @@ class FakeProcess:
 class Node:
     """Two ranks, a clock, and what the coordinator hears of them."""
 
+    timeout = 10
+
     def __init__(self, monkeypatch, tmp_path, **options):
         self.now = 100.0
         monkeypatch.setattr(FakeProcess, "started", [])
         monkeypatch.setattr(processes, "ReplicaProcess", FakeProcess)
         monkeypatch.setattr(processes, "LAST_WORDS_SECONDS", 0.0)
         monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: self.now))
-        parallel = SimpleNamespace(data_parallel_size=4, local_ranks=range(2, 4), max_replica_deaths=3, tensor_parallel_size=1)
+        parallel = SimpleNamespace(
+            data_parallel_size=4,
+            local_ranks=range(2, 4),
+            max_replica_deaths=3,
+            tensor_parallel_size=1,
+            replica_timeout=self.timeout,
+        )
         config = SimpleNamespace(parallel_config=parallel, worker_config=SimpleNamespace(device="cpu"), to_bytes=lambda: b"")
         self.sockets = Sockets()
         self.reports, address = self.sockets.bind(zmq.PULL, f"ipc://{tmp_path}/reports")
@@ -180,6 +196,33 @@ def test_only_the_process_that_is_meant_is_killed(node):
     assert [process.exit_status for process in FakeProcess.started] == [None, None]
     node.replicas.kill(3, 2)
     assert [process.exit_status for process in FakeProcess.started] == [None, -9]
+
+
+def test_one_that_hangs_is_killed_and_another_is_started_in_every_state(node, caplog):
+    for notes in ([], [Note.READY]):  # while it loads, too, when nobody can hear it yet
+        process = FakeProcess.started[-1]
+        process.notes.update(notes)
+        process.is_silent = True
+        [died] = node.replicas.find_ended()
+        assert (died.outlook, died.has_died, died.was_killed) == ("starting", True, False)
+        assert "Replica 3 shows no sign of life: its process is killed." in caplog.text
+        caplog.clear()
+        node.now += 5.0
+        node.replicas.find_ended()
+    assert node.started == [2, 3, 3, 3]
+    FakeProcess.started[0].is_silent = True
+    node.replicas.drain()
+    node.replicas.find_ended()
+    assert FakeProcess.started[0].exit_status == -9, "nor does a node wait for one for good when it is to end"
+
+
+@pytest.mark.parametrize(("timeout", "patience"), [(2, 30.0), (10, 30.0), (60, 180.0)])
+def test_how_long_a_replica_may_be_silent(monkeypatch, tmp_path, timeout, patience):
+    monkeypatch.setattr(Node, "timeout", timeout)
+    node = Node(monkeypatch, tmp_path)
+    node.replicas.find_ended()
+    assert {process.patience for process in FakeProcess.started} == {patience}
+    node.sockets.close()
 
 
 def test_the_coordinator_hears_that_the_node_is_alive_who_died_and_that_it_ends(node):

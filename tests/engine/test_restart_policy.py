@@ -27,14 +27,14 @@ def test_a_coordinator_that_cannot_be_started_again_is_tried_again_later_and_end
         starts.append(clock.now)
         if len(starts) < 3:
             raise refused
-        return SimpleNamespace(poll=lambda: None)
+        return SimpleNamespace(poll=lambda: None, kill_if_silent=lambda limit: False)
 
     monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(launcher, "ChildProcess", start)
     tended = object.__new__(ReplicaLauncher)
     tended._coordinator_policy, tended._setup = RestartPolicy(sys.maxsize), None
-    tended._coordinator_due, tended._coordinator_since = None, 0.0
-    tended.coordinator = SimpleNamespace(poll=lambda: "was killed by SIGKILL")
+    tended._coordinator_due, tended._coordinator_since, tended._patience = None, 0.0, 30
+    tended.coordinator = SimpleNamespace(poll=lambda: "was killed by SIGKILL", kill_if_silent=lambda limit: False)
     said = []
     for _ in range(100):
         if end := tended.tend_coordinator():

@@ -13,7 +13,7 @@ from minivllm.data_parallel.liveness import HOPELESS
 from minivllm.entrypoints.server.launcher import ApiServerProcesses
 from minivllm.errors import EngineDeadError
 from minivllm.executor import processes
-from minivllm.executor.processes import SIGN_SECONDS, START_SECONDS, ChildProcess, LifeSigns
+from minivllm.executor.processes import START_SECONDS, ChildProcess, LifeSigns
 
 LIMIT = 6.0
 
@@ -84,7 +84,7 @@ def test_nobody_is_blamed_for_the_time_in_which_the_parent_was_stopped_itself(ch
     assert child.live(10) is None
     child.now += 1000.0
     assert child.live(5, shows=False) is None
-    assert child.live(10, shows=False) == LIMIT + 1 - 5
+    assert child.live(10, shows=False) == LIMIT + 1 - 4
 
 
 @pytest.fixture
@@ -175,7 +175,3 @@ def test_a_coordinator_is_asked_while_it_starts_and_later(caplog):
     made._coordinator_policy = launcher.RestartPolicy(sys.maxsize)
     assert made.tend_coordinator() == "was killed by SIGKILL"
     assert made._coordinator_due is not None
-
-
-def test_somebody_looks_often_enough():
-    assert 2 * SIGN_SECONDS > launcher.POLL_MS / 1000

@@ -39,7 +39,11 @@ def served(tmp_path_factory):
 
 def children(served, module):
     """Its processes that run a module."""
-    return [child for child in psutil.Process(served.process.pid).children() if any(module in part for part in child.cmdline())]
+    found = []
+    for child in psutil.Process(served.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            found += [child] if any(module in part for part in child.cmdline()) else []
+    return found
 
 
 def metrics(served):
@@ -147,7 +151,7 @@ def test_bench_serve_measures_all_of_it(served, tmp_path, monkeypatch):
 def test_every_api_server_tells_of_each_replica(served):
     for _ in range(20):
         with httpx.Client() as client:  # another connection each time
-            replicas = client.get(f"{served.url}/health").json()["replicas"]
+            replicas = client.get(f"{served.url}/health", headers=HEADERS).json()["replicas"]
         assert [(replica["rank"], replica["state"]) for replica in replicas] == [(0, "ready"), (1, "ready")]
 
 
@@ -223,9 +227,18 @@ def test_an_api_server_that_was_stopped_for_a_while_goes_on_with_the_replicas_it
         assert {answer.status_code for answer in pool.map(lambda _: post_alone(served, body), range(48))} == {200}
     for _ in range(12):
         with httpx.Client() as client:
-            replicas = client.get(f"{served.url}/health").json()["replicas"]
+            replicas = client.get(f"{served.url}/health", headers=HEADERS).json()["replicas"]
             assert [replica["state"] for replica in replicas] == ["ready", "ready"]
     assert "nothing was heard" not in served.log.read_text().removeprefix(before)
+
+
+@pytest.mark.long
+def test_a_coordinator_that_is_stopped_is_replaced(served):
+    (stopped,) = children(served, "data_parallel.coordinator")
+    stopped.suspend()
+    becomes(lambda: [child for child in children(served, "data_parallel.coordinator") if child.pid != stopped.pid])
+    assert "The coordinator of the replicas shows no sign of life: it is killed." in served.log.read_text()
+    assert all(post_alone(served, {"prompt": "Hi", "max_tokens": 2}).status_code == 200 for _ in range(12))
 
 
 @pytest.mark.long
@@ -277,6 +290,20 @@ def test_running_requests_of_all_api_servers_finish_after_sigterm(served):
     assert [answer.status_code for answer in answers] == [200] * 12
     assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {60}
     assert psutil.wait_procs(everybody, 5)[1] == []
+
+
+@pytest.mark.long
+def test_api_servers_that_are_stopped_keep_neither_clients_nor_the_end_waiting(tmp_path):
+    served = ServeProcess(*OPTIONS, log=tmp_path / "log")
+    first, second = children(served, "api_server_proc")
+    first.suspend()
+    becomes(lambda: first not in children(served, "api_server_proc"))
+    assert "shows no sign of life: it is killed." in served.log.read_text()
+    assert all(post_alone(served, {"prompt": "Hi", "max_tokens": 2}, 20).status_code == 200 for _ in range(12))
+    second.suspend()
+    start = time.monotonic()
+    assert served.end() == 0
+    assert time.monotonic() - start < 30, "the others have ended, and nothing is waited for but its next sign of life"
 
 
 @pytest.mark.long

@@ -51,9 +51,17 @@ def becomes(condition, seconds=60):
         time.sleep(0.05)
 
 
+def children(served, module):
+    """The server's processes that run a module."""
+    found = []
+    for child in psutil.Process(served.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            found += [child] if any(module in part for part in child.cmdline()) else []
+    return found
+
+
 def coordinators(served):
-    children = psutil.Process(served.process.pid).children()
-    return [child for child in children if any("data_parallel.coordinator" in part for part in child.cmdline())]
+    return children(served, "data_parallel.coordinator")
 
 
 def wait_until_ready(served):
@@ -208,6 +216,24 @@ def test_one_that_stays_stopped_is_replaced(served, expected):
         os.kill(process_id, signal.SIGSTOP)
     becomes(lambda: replicas(served)[1]["state"] == "ready" and replicas(served)[1]["process_id"] != process_id)
     assert not psutil.pid_exists(process_id)
+
+
+@pytest.mark.long
+def test_one_that_is_stopped_while_it_loads_is_replaced(served, expected):
+    def loading():
+        return [child for child in children(served, "engine_core_proc") if child.pid not in known]
+
+    wait_until_ready(served)
+    known = {item["process_id"] for item in replicas(served)}
+    assert served.http.post("/replicas/1/restart", headers=JSON).status_code == 202
+    becomes(loading)
+    (stopped,) = loading()
+    stopped.suspend()
+    with streams(served, expected):
+        pass
+    becomes(lambda: replicas(served)[1]["state"] == "ready", 120)
+    assert not psutil.pid_exists(stopped.pid)
+    assert "Replica 1 shows no sign of life: its process is killed." in served.log.read_text()
 
 
 @pytest.mark.long

@@ -73,11 +73,11 @@ class Nursery:
         )
         theirs.close()
 
-    def fork(self, module: str, environment: dict[str, str], descriptors: dict[int, int]) -> int:
+    def fork(self, module: list[str], environment: dict[str, str], descriptors: dict[int, int]) -> int:
         """Start a copy that runs a module. Returns its process id.
 
         Args:
-            module: Its name.
+            module: Its name, and the arguments that it gets.
             environment: All its variables.
             descriptors: Files of this process, by the numbers that the new one has them under.
         """
@@ -116,7 +116,7 @@ def use(nursery: Nursery) -> None:
             descriptors = {number: number for number in given["pass_fds"]}
             for number, place in ((0, "p2cread"), (1, "c2pwrite"), (2, "errwrite")):
                 descriptors[number] = given[place] if given[place] != -1 else number
-            self.pid = nursery.fork(given["args"][-1], environment, descriptors)
+            self.pid = nursery.fork(given["args"][2:], environment, descriptors)
             self._child_created = True
             self._close_pipe_fds(*(given[x] for x in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))
 
@@ -135,8 +135,8 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def serve(control: socket.socket) -> str:
-    """Fork whenever asked to. Returns in each copy alone, with the module that it is to run."""
+def serve(control: socket.socket) -> list[str]:
+    """Fork whenever asked to. Returns in each copy alone, with the module that it is to run, and its arguments."""
     while True:
         header, files, _, _ = socket.recv_fds(control, 8, 100)
         if not header:
@@ -172,10 +172,10 @@ def serve(control: socket.socket) -> str:
         return module
 
 
-def _show(module: str, environment: dict[str, str]) -> None:
+def _show(module: list[str], environment: dict[str, str]) -> None:
     """Write arguments and environment where other processes look for them."""
     start, end, env_start, env_end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49])
-    command = "\0".join((sys.executable, "-m", module)).encode()[: end - start]
+    command = "\0".join((sys.executable, "-m", *module)).encode()[: end - start]
     variables = b"".join(f"{name}={value}\0".encode() for name, value in environment.items())
     ctypes.memmove(start, command.ljust(end - start, b"\0"), end - start)
     if len(variables) <= env_end - env_start:
@@ -207,7 +207,6 @@ if __name__ == "__main__":
     assert "prometheus_client" not in sys.modules
     gc.collect()
     gc.freeze()
-    name = serve(connection)
+    sys.argv = serve(connection)
     connection.detach()
-    sys.argv = [name]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

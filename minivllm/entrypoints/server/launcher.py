@@ -12,6 +12,7 @@ import contextlib
 import gc
 import ipaddress
 import logging
+import math
 import os
 import resource
 import signal
@@ -25,6 +26,7 @@ import msgspec
 import uvicorn
 
 from minivllm.data_parallel.launcher import FrontendPlace
+from minivllm.data_parallel.liveness import HOPELESS
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.entrypoints.server.api_server import make_app
@@ -32,7 +34,7 @@ from minivllm.entrypoints.server.connection import Connection
 from minivllm.entrypoints.server.request_log import say
 from minivllm.entrypoints.server.state import ServerSettings, ServerState
 from minivllm.errors import ConfigError, MinivllmError
-from minivllm.executor.processes import GRACE_SECONDS, ChildProcess
+from minivllm.executor.processes import GRACE_SECONDS, START_SECONDS, ChildProcess, LifeSigns
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ _POLL_SECONDS = 0.2
 """How often to look whether another API server has died."""
 _LEEWAY = 10.0
 """Seconds past the shutdown timeout until uvicorn drops connections that are still open."""
+VOUCH_SECONDS = 5.0
+"""An event loop that has not come round for this long shows no signs of life."""
 END_NOW = signal.SIGUSR1
 """Tells a further API server to end its requests now. A second SIGTERM would not do: systemd sends SIGTERM to all processes."""
 
@@ -136,12 +140,13 @@ class ApiServerProcesses:
     def __init__(self, listeners: list[socket.socket], settings: ServerSettings) -> None:
         self.num_others = len(listeners)
         self._listeners, self._settings = listeners, settings
+        self._timeout = 0.0
         self._processes: dict[int, ChildProcess] = {}
         """The running ones, by `FrontendPlace.client_index`."""
 
     def start(self, config: EngineConfig, places: list[FrontendPlace]) -> None:
         """Start them."""
-        packed = config.to_bytes()
+        packed, self._timeout = config.to_bytes(), config.parallel_config.replica_timeout
         for place, listener in zip(places, self._listeners, strict=True):
             setup = ApiServerSetup(packed, place, self._settings, listener.fileno())
             process = ChildProcess("minivllm.entrypoints.server.api_server_proc", setup, 1, (listener.fileno(),))
@@ -149,16 +154,24 @@ class ApiServerProcesses:
             listener.close()  # or connections would queue here after the process has closed its own
 
     def poll(self) -> str | None:
-        """How one of them has ended, such as "was killed by SIGKILL"; None while all run."""
+        """While they start: how one of them has ended, such as "was killed by SIGKILL"; None while all run."""
+        self._kill_silent(max(HOPELESS * self._timeout, START_SECONDS))
         return next((end for process in self._processes.values() if (end := process.poll())), None)
 
     def find_ended(self) -> tuple[int, str] | None:
         """One that has ended, and how. Forgets it."""
+        self._kill_silent(HOPELESS * self._timeout)
         for client_index, process in self._processes.items():
             if end := process.poll():
                 del self._processes[client_index]
                 return client_index, end
         return None
+
+    def _kill_silent(self, limit: float) -> None:
+        """Kill those that have shown no sign of life for so many seconds. Call this at least once a second."""
+        for client_index, process in self._processes.items():
+            if process.kill_if_silent(limit):
+                logger.error("API server %d shows no sign of life: it is killed.", client_index)
 
     def send_signal(self, number: int) -> None:
         """Send them a signal: SIGTERM lets them finish their requests, `END_NOW` ends these with an error."""
@@ -166,10 +179,11 @@ class ApiServerProcesses:
             process.send_signal(number)
 
     def wait(self, seconds: float) -> None:
-        """Wait until all have ended, for at most this long."""
+        """Wait until all have ended, for at most this long, and not for those that are silent."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and not all(process.poll() for process in self._processes.values()):
             time.sleep(0.05)
+            self._kill_silent(self._timeout)
 
     def shutdown(self) -> None:
         """End them all, by force if need be."""
@@ -184,14 +198,15 @@ class ApiServerProcesses:
 class ApiServer(uvicorn.Server):
     """uvicorn's server with its own shutdown, and an exit status where uvicorn re-raises the signal.
 
-    The first API server prints the greeting, counts signals, and ends the `others` when it ends.
+    The first API server prints the greeting, counts signals, and ends the `others` when it ends. Others show it by their `signs` that their
+    event loop comes round.
     """
 
     LAST_WORDS_SECONDS = 1.0
     """Time between the engine's death and the server's exit, so that clients and /health can tell why."""
 
     def __init__(
-        self, state: ServerState, address: tuple, others: ApiServerProcesses | None = None, *, is_first: bool = True
+        self, state: ServerState, address: tuple, others: ApiServerProcesses | None = None, signs: LifeSigns | None = None
     ) -> None:
         config = uvicorn.Config(
             make_app(state),
@@ -210,7 +225,7 @@ class ApiServer(uvicorn.Server):
         self.url = url_of(address)
         self._state = state
         self._address = address
-        self._others, self._is_first = others, is_first
+        self._others, self._signs, self._is_first = others, signs, signs is None
         self._num_signals = 0
         self._watches: list[asyncio.Task[None]] = []
 
@@ -238,7 +253,8 @@ class ApiServer(uvicorn.Server):
         self._watches = [asyncio.create_task(self._exit_with_engine())]
         if self._others is not None:
             self._watches.append(asyncio.create_task(self._watch_others(self._others)))
-        if not self._is_first:
+        if self._signs is not None:
+            self._watches.append(asyncio.create_task(self._vouch(self._signs)))
             asyncio.get_running_loop().add_signal_handler(END_NOW, self._state.closing.end_now)
         else:
             say(greeting(self.url, self._state))
@@ -265,12 +281,24 @@ class ApiServer(uvicorn.Server):
         self.should_exit = True
 
     async def _watch_others(self, others: ApiServerProcesses) -> None:
-        while not self._state.closing.begun:
+        while True:
             if ended := others.find_ended():
                 client_index, end = ended
-                logger.error("API server %d %s: its clients' connections have ended, and the others go on.", client_index, end)
+                if not self._state.closing.begun:
+                    logger.error(
+                        "API server %d %s: its clients' connections have ended, and the others go on.", client_index, end
+                    )
                 self._state.engine.replicas.drop_client(client_index)
             await asyncio.sleep(_POLL_SECONDS)
+
+    @staticmethod
+    async def _vouch(signs: LifeSigns) -> None:
+        try:
+            while True:
+                signs.vouch(VOUCH_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            signs.vouch(math.inf)
 
 
 def bind(host: str, port: int, count: int = 1) -> list[socket.socket]:
