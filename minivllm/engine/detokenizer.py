@@ -100,7 +100,7 @@ class DecodeStream:
             text = self._decode()
         texts = [text] if not text.endswith(REPLACEMENT) else [self._decode(missing) for missing in range(self.MOST_WAITING + 1)]
         # What the last tokens did not change, those to come will not.
-        num_stable = max(self._num_given, len(commonprefix(texts)))  # noqa: RUF071 - of characters
+        num_stable = max(self._num_given, len(text.rstrip(REPLACEMENT)), len(commonprefix(texts)))  # noqa: RUF071 - of characters
         new, self._num_given = text[self._num_given : num_stable], num_stable
         if new and num_stable == len(text):
             self._window = self._window[self._num_old_tokens :]

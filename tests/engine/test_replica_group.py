@@ -32,7 +32,11 @@ class Group:
             data_parallel_size=size, replica_timeout=10.0, failover_timeout=60.0, is_on_one_machine=True,
             data_parallel_routing="least-loaded", local_ranks=range(size),
         )  # fmt: skip
-        config = SimpleNamespace(parallel_config=parallel, cache_config=SimpleNamespace(block_size=16))
+        config = SimpleNamespace(
+            parallel_config=parallel,
+            cache_config=SimpleNamespace(block_size=16),
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+        )
         self.sent = []
         place = FrontendPlace(0 if is_first else 1, client_count, "", None, True, "", None)
         self.group = ReplicaGroup(
