@@ -309,7 +309,8 @@ def write_grammar(params: StructuredOutputsParams) -> str:
 
     try:
         if params.json is not None:
-            return LLMatcher.grammar_from_json_schema(json.dumps(without_annotations(json.loads(str(params.json)))), JSON_OPTIONS)
+            schema = without_annotations(json.loads(str(params.json)))  # the parameters have made a text of a dict
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), JSON_OPTIONS)
         if params.json_object:
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', JSON_OPTIONS)
         if params.regex is not None:

@@ -201,14 +201,8 @@ def _with_options(prompts: list[Prompt], options: dict[str, Any]) -> list[Prompt
     """Give the options of tokenization to each prompt that is a text."""
     if unknown := options.keys() - {"add_special_tokens"}:
         raise RequestError(f"tokenization_kwargs has {min(unknown)!r}, but may have only add_special_tokens.")
-    return [
-        {"prompt": prompt} | options
-        if isinstance(prompt, str) and options
-        else prompt | options
-        if isinstance(prompt, dict)
-        else prompt
-        for prompt in prompts
-    ]
+    dicts = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
+    return [prompt | options if isinstance(prompt, dict) else prompt for prompt in dicts] if options else prompts
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
