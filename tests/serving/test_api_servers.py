@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from child_processes import children
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 from test_serving import KEY, MODEL, ServeProcess
@@ -35,15 +36,6 @@ def served(tmp_path_factory):
     served = ServeProcess(*OPTIONS, log=tmp_path_factory.mktemp("serve") / "log")
     yield served
     assert served.end() == 0
-
-
-def children(served, module):
-    """Its processes that run a module."""
-    found = []
-    for child in psutil.Process(served.process.pid).children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            found += [child] if any(module in part for part in child.cmdline()) else []
-    return found
 
 
 def metrics(served):

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from child_processes import children
 from test_serving import KEY, MODEL, ServeProcess
 
 from minivllm import SamplingParams
@@ -49,15 +50,6 @@ def becomes(condition, seconds=60):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def children(served, module):
-    """The server's processes that run a module."""
-    found = []
-    for child in psutil.Process(served.process.pid).children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            found += [child] if any(module in part for part in child.cmdline()) else []
-    return found
 
 
 def coordinators(served):
