@@ -43,6 +43,8 @@ class FakeReplica:
 
     requests: dict[str, tuple[EngineCoreRequest, dict[int, list[int]]]] = field(default_factory=dict)
     is_stopped: bool = False
+    is_dead: bool = False
+    """Whether it answers nothing any more, though what it has sent is still read."""
 
     def add(self, request):
         assert request.request_id not in self.requests, "it is there already"
@@ -99,8 +101,9 @@ class World:
         return True
 
     def clear(self, index, number):
-        self.replicas[index].requests.clear()
-        self.in_transit.append((index, number))
+        if not self.replicas[index].is_dead:
+            self.replicas[index].requests.clear()
+            self.in_transit.append((index, number))
         return True
 
     def suspects(self):
@@ -176,6 +179,7 @@ class World:
         self.failover.retry_pending()
 
     def lose(self, index, *, has_died, was_killed=False, last_words=True):
+        self.replicas[index].is_dead = True
         while last_words and any(sender == index for sender, _ in self.in_transit):
             place = next(i for i, (sender, _) in enumerate(self.in_transit) if sender == index)
             self.take(index, self.in_transit.pop(place)[1])
