@@ -277,6 +277,18 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_wi
     engine.shutdown()
 
 
+def start_later(local, seconds):
+    """Give a busy machine time to ask before the next process is ready."""
+    plan_restart = local._plan_restart
+
+    def plan_later(rank, place, *args, **options):
+        outlook = plan_restart(rank, place, *args, **options)
+        place.due += seconds
+        return outlook
+
+    local._plan_restart = plan_later
+
+
 @pytest.mark.slow
 def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny_llama, alone, caplog):
     engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama), restart=True)
@@ -305,6 +317,7 @@ def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny_
         assert tokens_of([await running]) == tokens_of(alone.generate([[5] * 4], LONG, use_tqdm=False))
         # and for how long is limited
         replicas.group.failover.timeout = 0.5
+        start_later(replicas._launcher.local, 5.0)
         running = [asyncio.create_task(collect(engine, [5] * 4, LONG)) for _ in range(2)]
         await becomes(lambda: engine.stats.num_running)
         os.kill(process_ids(replicas)[0], signal.SIGKILL)
@@ -329,7 +342,7 @@ def test_a_request_that_kills_is_given_up_and_harms_nobody_else(tiny_llama, alon
 
     async def run():
         streams = [asyncio.create_task(collect(engine, [5 + i] * 4, params[i])) for i in range(6)]
-        await becomes(lambda: engine.stats.num_running == 6)
+        await becomes(lambda: engine.stats.num_running > 1)  # not 6: who began first may have finished
         with pytest.raises(RequestGivenUpError, match="at least 3 processes"):
             await collect(engine, [9], SamplingParams(temperature=1.0, seed=14))
         assert tokens_of(await asyncio.gather(*streams)) == expected
