@@ -352,5 +352,5 @@ def test_an_environment_of_the_oldest_versions_is_made_from_them(tmp_path, monke
     monkeypatch.setattr(setup_env, "run_step", lambda step, number, log: commands.extend(step.commands))
     setup_env.set_up(tmp_path / "env", setup_env.minimum_constraints([]))
     pins = tmp_path / "env" / "minimum.txt"
-    assert "llguidance==1.7" in pins.read_text() and any(str(pins) in command for command in commands)
+    assert "llguidance==1.8" in pins.read_text() and any(str(pins) in command for command in commands)
     assert "constraints.txt" not in " ".join(word for command in commands for word in command)
