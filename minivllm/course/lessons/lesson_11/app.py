@@ -1,0 +1,205 @@
+"""The check of lesson 11 for a server: requests and responses without a socket, over a core on a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from minivllm.course.lessons.lesson_08.situations import Crowd
+from minivllm.course.lessons.lesson_11.events import read_events
+from minivllm.course.lessons.lesson_11.situations import SECONDS, WatchedCore, becomes, expect_nothing_left, make_core, run
+from minivllm.course.observations import expect, fail, seeded
+
+_FATAL_STEP = 6
+_WHOLE, _STREAMED = "a whole answer: the `JSONResponse` at the end of `answer`", "a streamed answer: the `StreamingResponse`, and its events"
+
+
+@dataclass
+class Response:
+    """What a client has got."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    parts: list[bytes] = field(default_factory=list)
+
+    @property
+    def content(self) -> Any:
+        """The JSON of a whole answer, or the events of a streamed one."""
+        data = b"".join(self.parts)
+        return read_events(data) if "event-stream" in self.headers.get("content-type", "") else json.loads(data)
+
+
+class Client:
+    """Calls an app as a server would.
+
+    Args:
+        app: The app.
+        core: That is allowed a step whenever this client waits for one.
+    """
+
+    def __init__(self, app: Any, core: WatchedCore) -> None:
+        self.app, self.core = app, core
+
+    async def call(
+        self, method: str, path: str, body: Any = None, hang_up: asyncio.Event | None = None, response: Response | None = None
+    ) -> Response:
+        """The response, or the given one, which fills as it comes; with `hang_up`, the client hangs up when that is set."""
+        response, hung_up = response or Response(), hang_up or asyncio.Event()
+        messages = [{"type": "http.request", "body": b"" if body is None else json.dumps(body).encode(), "more_body": False}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await hung_up.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                response.status = message["status"]
+                response.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            elif message.get("body"):
+                response.parts.append(message["body"])
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
+            "query_string": b"", "root_path": "", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+            "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+        }  # fmt: skip
+        await asyncio.wait_for(self.app(scope, receive, send), SECONDS)
+        return response
+
+
+def check_app(make_app: Any, engine_cls: Any) -> None:
+    """Whole and streamed answers, what cannot be served, more than may be, a client that hangs up, and a dead engine."""
+    run("A server whose core is a script.", lambda: _answer(make_app, engine_cls), 20.0)
+    run("A server whose core takes a step when it is allowed to.", lambda: _refuse_and_hang_up(make_app, engine_cls), 20.0)
+    run("A server whose core dies.", lambda: _die(make_app, engine_cls), 20.0)
+
+
+def _start(make_app: Any, engine_cls: Any, **options: Any) -> tuple[Any, WatchedCore, Client]:
+    core, frontend, _ = make_core(Crowd("server"), **options)
+    engine = engine_cls(core, max_requests=3)
+    return engine, core, Client(make_app(engine, frontend), core)
+
+
+async def _answer(make_app: Any, engine_cls: Any) -> None:
+    engine, core, client = _start(make_app, engine_cls)
+    rng, num_blocks = seeded("server"), core.num_free_blocks
+    for number in range(12):
+        is_chat, stream, usage = number % 2 == 1, number % 4 > 1, rng.random() < 0.5
+        prompt, max_tokens = "".join(rng.choices("abcdefgh", k=rng.randint(1, 9))), rng.randint(1, 12)
+        expected = _expected(f"request-{number}", max_tokens)
+        body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "stream": stream, "model": "letters"}
+        body |= {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+        body |= {"stream_options": {"include_usage": True}} if stream and usage else {}
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        said = f"POST {path} with {json.dumps(body)}"
+        response = await client.call("POST", path, body)
+        expect(said, "status", 200, response.status, "what you return")
+        text, reason, count = expected
+        if not stream:
+            _compare_whole(said, response.content, is_chat, expected, len(prompt))
+            continue
+        expect(said, "media type", True, "text/event-stream" in response.headers.get("content-type", ""), _STREAMED)
+        events = response.content
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        expect(said, "objects of the events", [kind], sorted({event["object"] for event in events[:-1]}), "the head's kind")
+        choices = [choice for event in events[:-1] for choice in event["choices"]]
+        got = "".join(choice["delta"]["content"] if is_chat else choice["text"] for choice in choices)
+        expect(said, "text and finish reason", [text, reason], [got, choices[-1]["finish_reason"]], _STREAMED)
+        usages = [event["usage"]["total_tokens"] for event in events[:-1] if "usage" in event]
+        expect(said, "total tokens in usage events", [len(prompt) + count] if usage else [], usages, "body.include_usage, and the prompt's tokens")
+    await expect_nothing_left("All twelve have been answered.", engine, core, num_blocks)
+    engine.shutdown()
+
+
+def _expected(request_id: str, max_tokens: int) -> tuple[str, str, int]:
+    """The text, the finish reason and the number of tokens of an answer of this engine."""
+    from minivllm.course.lessons.lesson_08.situations import END, Letters
+
+    script, tokens = Crowd("server").make_script(), []
+    for position in range(max_tokens):
+        tokens.append(script.token(request_id, position))
+        if tokens[-1] == END:
+            return Letters().decode(tokens[:-1]), "stop", len(tokens)
+    return Letters().decode(tokens), "length", len(tokens)
+
+
+def _compare_whole(said: str, content: Any, is_chat: bool, expected: tuple[str, str, int], num_prompt_tokens: int) -> None:
+    text, reason, count = expected
+    choice = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+    right = {
+        "object": "chat.completion" if is_chat else "text_completion",
+        "model": "letters",
+        "choices": [{"index": 0, **choice, "logprobs": None, "finish_reason": reason}],
+        "usage": {"prompt_tokens": num_prompt_tokens, "completion_tokens": count, "total_tokens": num_prompt_tokens + count},
+    }
+    for name, value in right.items():
+        expect(said, f"{name!r} of the answer", value, content.get(name) if isinstance(content, dict) else content, _WHOLE)
+    expect(said, "that it has an id and a time", True, {"id", "created"} <= content.keys(), _WHOLE)
+
+
+async def _refuse_and_hang_up(make_app: Any, engine_cls: Any) -> None:
+    engine, core, client = _start(make_app, engine_cls, is_gated=True, ends=False)
+    num_blocks, rng = core.num_free_blocks, seeded("refused")
+    wrong = ({"prompt": ""}, {"prompt": "a", "max_tokens": 0}, {"prompt": "a" * 200}, {"prompt": "a", "temperature": -1.0, "stream": True})
+    for body in wrong:
+        response = await client.call("POST", "/v1/completions", body)
+        _compare_error(f"POST /v1/completions with {str(body)[:80]}", 400, response, "what raises a RequestError, and who catches it")
+    body = {"prompt": "abc", "max_tokens": rng.randint(5, 9), "temperature": 0}
+    hang_ups = [asyncio.Event() for _ in range(3)]
+    calls = [
+        asyncio.ensure_future(client.call("POST", "/v1/completions", body | {"stream": number == 1}, hang_up))
+        for number, hang_up in enumerate(hang_ups)
+    ]
+    said = "max_requests=3: two whole answers and a streamed one are on their way."
+    if not await becomes(lambda: len(engine.streams) == 3):
+        expect(said, "requests with a stream", 3, len(engine.streams), "how a request gets to engine.generate")
+    _compare_error(f"{said} A fourth comes.", 503, await client.call("POST", "/v1/completions", body), "TooManyRequestsError")
+    core.allow(2)
+    await becomes(lambda: core.num_steps == 2)
+    for hang_up in hang_ups:
+        hang_up.set()
+    said = "Three clients, whole and streamed, hang up after two steps."
+    await asyncio.gather(*calls, return_exceptions=True)
+    core.allow()
+    await becomes(lambda: len(core.aborted) == 3)
+    look = "what happens when a client hangs up: `unless_hung_up` around all that takes long"
+    expect(said, "requests that the core was told to abort", 3, len(core.aborted), look)
+    await expect_nothing_left(said, engine, core, num_blocks)
+    engine.shutdown()
+
+
+def _compare_error(said: str, status: int, response: Response, look: str) -> None:
+    expect(said, "status", status, response.status, look)
+    try:
+        message = response.content["error"]["message"]
+    except (ValueError, TypeError, KeyError):
+        fail(f"{said}\nExpected: refuse(…), which makes an error with a message\nGot: {b''.join(response.parts)[:200]!r}\nLook at {look}.")
+    expect(said, "that the error has a message", True, isinstance(message, str) and bool(message), look)
+
+
+async def _die(make_app: Any, engine_cls: Any) -> None:
+    engine, core, client = _start(make_app, engine_cls, fails_at=_FATAL_STEP, ends=False, is_gated=True)
+    expect("GET /health", "status", 200, (await client.call("GET", "/health")).status, "health, which was given")
+    body = {"prompt": "abc", "max_tokens": 9, "temperature": 0}
+    whole, streamed = Response(), Response()
+    calls = [
+        asyncio.ensure_future(client.call("POST", "/v1/completions", body | {"stream": response is streamed}, response=response))
+        for response in (whole, streamed)
+    ]
+    await becomes(lambda: len(engine.streams) == 2)
+    core.allow(_FATAL_STEP - 1)
+    await becomes(lambda: bool(streamed.parts))
+    core.allow()
+    await asyncio.gather(*calls)
+    said = "The core dies after a few steps; a whole answer and a streamed one are on their way."
+    _compare_error(f"{said} The whole one:", 503, whole, "EngineDeadError, which can come at the first delta and at any later one")
+    last = streamed.content[-2:] if streamed.status == 200 else None
+    is_error = last is not None and "out of memory" in str(last[0]) and last[1] == "[DONE]"
+    expect(f"{said} The streamed one:", "that its last events are an error and [DONE]", True, is_error, "completion_events")
+    _compare_error("It is dead, and a request comes.", 503, await client.call("POST", "/v1/completions", body), "EngineDeadError")
+    expect("It is dead. GET /health", "status", 503, (await client.call("GET", "/health")).status, "engine.dead")
+    engine.shutdown()

@@ -1,0 +1,136 @@
+"""The checks of lesson 11 for streams in OpenAI's form, read as a client reads them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from minivllm.course.lessons.lesson_11.situations import iterate, run
+from minivllm.course.lessons.streaming import Delta
+from minivllm.course.observations import expect, fail, rounds
+from minivllm.errors import EngineDeadError
+
+_PIECES = ("a", " two", "\n", "\n\n", "é", "🦜", '"', "\\", "\u2028", "\u0085", "data: ", "\r", "")
+_LINE_ENDS = str.maketrans(dict.fromkeys("\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e", "\n"))
+
+
+def read_events(data: bytes) -> list[Any]:
+    """What a client makes of a stream: the contents of all events that have ended. The strictest of readers, for which all these end a line.
+
+    Raises:
+        ValueError: It is not a stream of events.
+    """
+    lines = data.decode().replace("\r\n", "\n").replace("\r", "\n").translate(_LINE_ENDS).split("\n")
+    events, content = [], None
+    for line in lines:
+        if line.startswith("data: "):
+            content = line[6:] if content is None else f"{content}\n{line[6:]}"
+        elif line:
+            raise ValueError(f"a line that does not begin with 'data: ': {line[:60]!r}")
+        elif content is not None:
+            events.append(content if content == "[DONE]" else json.loads(content))
+            content = None
+    if content is not None:
+        raise ValueError("an event without an empty line after it, so no client shows it")
+    return events
+
+
+def _read(said: str, data: Any) -> list[Any]:
+    if not isinstance(data, bytes):
+        fail(f"{said}\nExpected: bytes\nGot: {data!r:.200}\nLook at what a response is made of.")
+    try:
+        return read_events(data)
+    except ValueError as error:
+        fail(f"{said}\nExpected: server-sent events\nGot: {error}\nIn: {data[:300]!r}\nLook at format_event, and at how [DONE] ends.")
+
+
+def check_format_event(format_event: Any) -> None:
+    """One event whose content is the given one, for every reader."""
+    for rng in rounds("event", 40):
+        content = {"text": "".join(rng.choices(_PIECES, k=rng.randint(0, 5))), "n": rng.randrange(9), "end": rng.choice((None, "stop"))}
+        said = f"format_event({content!r})"
+        expect(said, "contents of the events in it", [content], _read(said, format_event(content)), "the line, and what is after it")
+
+
+def _made_up(rng: random.Random) -> tuple[list[Delta], EngineDeadError | None]:
+    deltas = [
+        Delta([rng.randrange(9) for _ in range(rng.randint(1, 4))], None, "".join(rng.choices(_PIECES, k=2)))
+        for _ in range(rng.randint(1, 5))
+    ]
+    if rng.random() < 0.25:
+        return deltas, EngineDeadError(f"The engine has died: no memory in step {rng.randrange(100)}")
+    deltas[-1].finish_reason = rng.choice(("stop", "length"))
+    return deltas, None
+
+
+def _check_stream(events_of: Any, make_choices: Callable[[list[Delta]], list[Any]], kind: str) -> None:
+    for rng in rounds(kind, 40):
+        deltas, error = _made_up(rng)
+        include_usage, num_prompt_tokens = rng.random() < 0.5, rng.randint(1, 99)
+        head = {"id": f"{kind}-{rng.randrange(10**6)}", "object": kind, "created": rng.randrange(10**9), "model": "m"}
+        said = f"{len(deltas)} deltas{', then an EngineDeadError' if error else ''}, include_usage={include_usage}."
+        early: list[int] = []
+        data, num_yields = b"", 0
+
+        async def source(deltas: Any = deltas, error: Any = error, early: Any = early) -> AsyncGenerator[Delta, None]:
+            for delta in deltas:
+                early.append(len(_read(said, data)))
+                yield delta
+            if error is not None:
+                raise error
+
+        async def read(rng: Any = rng) -> None:
+            nonlocal data, num_yields
+            async for part in await iterate(events_of(source(), head, num_prompt_tokens, include_usage)):
+                _read(said, part)
+                data += part
+                num_yields += 1
+
+        run(said, read)
+        choices = make_choices(deltas)
+        expected = [{**head, "choices": [choice]} for choice in choices]
+        if error is not None:
+            expected.append({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
+        elif include_usage:
+            count = sum(len(delta.token_ids) for delta in deltas)
+            usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": count, "total_tokens": num_prompt_tokens + count}
+            expected.append({**head, "choices": [], "usage": usage})
+        _compare(said, [*expected, "[DONE]"], _read(said, data))
+        first = len(choices) - len(deltas)
+        late = [number for number, seen in enumerate(early[1:], start=1) if seen < first + number]
+        expect(said, "deltas that the client did not get before the next was asked for", [], late, "when you yield: each event at once")
+
+
+def _compare(said: str, expected: list[Any], got: list[Any]) -> None:
+    names = {"choices": "the choices of each event, and which events there are", "usage": "usage: one event before [DONE], if asked for, with no choices"}
+    for name in ("id", "object", "created", "model"):
+        names[name] = "head: its fields are in every event, and the same"
+    for number, (right, mine) in enumerate(zip(expected, got, strict=False), start=1):
+        if isinstance(right, dict) and isinstance(mine, dict):
+            for name in dict.fromkeys([*right, *mine]):
+                look = names.get(name, "what belongs into this event, and what an error's event is")
+                expect(said, f"{name!r} of event {number}", right.get(name, "no such field"), mine.get(name, "no such field"), look)
+        else:
+            expect(said, f"event {number}", right, mine, "the last events: usage, an error, and [DONE], once, at the end")
+    expect(said, "number of events", len(expected), len(got), "which events there are, from the first to [DONE]")
+
+
+def check_completion_events(completion_events: Any) -> None:
+    """Deltas, usage, errors and [DONE], each in its place."""
+
+    def make(deltas: list[Delta]) -> list[Any]:
+        return [{"index": 0, "text": delta.text, "logprobs": None, "finish_reason": delta.finish_reason} for delta in deltas]
+
+    _check_stream(completion_events, make, "text_completion")
+
+
+def check_chat_events(chat_events: Any) -> None:
+    """The same for a chat: the role comes once."""
+
+    def make(deltas: list[Delta]) -> list[Any]:
+        parts = [({"role": "assistant", "content": ""}, None)] + [({"content": delta.text}, delta.finish_reason) for delta in deltas]
+        return [{"index": 0, "delta": part, "logprobs": None, "finish_reason": reason} for part, reason in parts]
+
+    _check_stream(chat_events, make, "chat.completion.chunk")
