@@ -13,7 +13,10 @@ from minivllm.course.lessons.lesson_11.situations import SECONDS, WatchedCore, b
 from minivllm.course.observations import expect, fail, seeded
 
 _FATAL_STEP = 6
-_WHOLE, _STREAMED = "a whole answer: the `JSONResponse` at the end of `answer`", "a streamed answer: the `StreamingResponse`, and its events"
+_WHOLE, _STREAMED = (
+    "a whole answer: the `JSONResponse` at the end of `answer`",
+    "a streamed answer: the `StreamingResponse`, and its events",
+)
 
 
 @dataclass
@@ -85,7 +88,8 @@ def _start(make_app: Any, engine_cls: Any, **options: Any) -> tuple[Any, Watched
 
 
 async def _answer(make_app: Any, engine_cls: Any) -> None:
-    engine, core, client = _start(make_app, engine_cls)
+    engine, core, client = _start(make_app, engine_cls, is_gated=True)
+    pumping = asyncio.ensure_future(_pump(core))
     rng, num_blocks = seeded("server"), core.num_free_blocks
     for number in range(12):
         is_chat, stream, usage = number % 2 == 1, number % 4 > 1, rng.random() < 0.5
@@ -110,9 +114,25 @@ async def _answer(make_app: Any, engine_cls: Any) -> None:
         got = "".join(choice["delta"]["content"] if is_chat else choice["text"] for choice in choices)
         expect(said, "text and finish reason", [text, reason], [got, choices[-1]["finish_reason"]], _STREAMED)
         usages = [event["usage"]["total_tokens"] for event in events[:-1] if "usage" in event]
-        expect(said, "total tokens in usage events", [len(prompt) + count] if usage else [], usages, "body.include_usage, and the prompt's tokens")
+        expect(
+            said,
+            "total tokens in usage events",
+            [len(prompt) + count] if usage else [],
+            usages,
+            "body.include_usage, and the prompt's tokens",
+        )
+    pumping.cancel()
+    core.allow()
+    await asyncio.gather(pumping, return_exceptions=True)
     await expect_nothing_left("All twelve have been answered.", engine, core, num_blocks)
     engine.shutdown()
+
+
+async def _pump(core: WatchedCore, num_steps: int = 10**6) -> None:
+    """Allow a step now and then, so that readers see single deltas."""
+    for _ in range(num_steps):
+        core.allow(1)
+        await asyncio.sleep(0.002)
 
 
 def _expected(request_id: str, max_tokens: int) -> tuple[str, str, int]:
@@ -144,11 +164,18 @@ def _compare_whole(said: str, content: Any, is_chat: bool, expected: tuple[str, 
 async def _refuse_and_hang_up(make_app: Any, engine_cls: Any) -> None:
     engine, core, client = _start(make_app, engine_cls, is_gated=True, ends=False)
     num_blocks, rng = core.num_free_blocks, seeded("refused")
-    wrong = ({"prompt": ""}, {"prompt": "a", "max_tokens": 0}, {"prompt": "a" * 200}, {"prompt": "a", "temperature": -1.0, "stream": True})
+    wrong = (
+        {"prompt": ""},
+        {"prompt": "a", "max_tokens": 0},
+        {"prompt": "a" * 200},
+        {"prompt": "a", "temperature": -1.0, "stream": True},
+    )
     for body in wrong:
         response = await client.call("POST", "/v1/completions", body)
-        _compare_error(f"POST /v1/completions with {str(body)[:80]}", 400, response, "what raises a RequestError, and who catches it")
-    body = {"prompt": "abc", "max_tokens": rng.randint(5, 9), "temperature": 0}
+        _compare_error(
+            f"POST /v1/completions with {str(body)[:80]}", 400, response, "what raises a RequestError, and who catches it"
+        )
+    body = {"prompt": "abc", "max_tokens": rng.randint(30, 40), "temperature": 0}
     hang_ups = [asyncio.Event() for _ in range(3)]
     calls = [
         asyncio.ensure_future(client.call("POST", "/v1/completions", body | {"stream": number == 1}, hang_up))
@@ -158,13 +185,13 @@ async def _refuse_and_hang_up(make_app: Any, engine_cls: Any) -> None:
     if not await becomes(lambda: len(engine.streams) == 3):
         expect(said, "requests with a stream", 3, len(engine.streams), "how a request gets to engine.generate")
     _compare_error(f"{said} A fourth comes.", 503, await client.call("POST", "/v1/completions", body), "TooManyRequestsError")
-    core.allow(2)
-    await becomes(lambda: core.num_steps == 2)
+    await _pump(core, 8)
     for hang_up in hang_ups:
         hang_up.set()
-    said = "Three clients, whole and streamed, hang up after two steps."
-    await asyncio.gather(*calls, return_exceptions=True)
+    said = "Three clients, whole and streamed, hang up after a few steps."
+    await becomes(lambda: not engine.streams)
     core.allow()
+    await asyncio.gather(*calls, return_exceptions=True)
     await becomes(lambda: len(core.aborted) == 3)
     look = "what happens when a client hangs up: `unless_hung_up` around all that takes long"
     expect(said, "requests that the core was told to abort", 3, len(core.aborted), look)
@@ -177,7 +204,9 @@ def _compare_error(said: str, status: int, response: Response, look: str) -> Non
     try:
         message = response.content["error"]["message"]
     except (ValueError, TypeError, KeyError):
-        fail(f"{said}\nExpected: refuse(…), which makes an error with a message\nGot: {b''.join(response.parts)[:200]!r}\nLook at {look}.")
+        fail(
+            f"{said}\nExpected: refuse(…), which makes an error with a message\nGot: {b''.join(response.parts)[:200]!r}\nLook at {look}."
+        )
     expect(said, "that the error has a message", True, isinstance(message, str) and bool(message), look)
 
 
@@ -196,7 +225,9 @@ async def _die(make_app: Any, engine_cls: Any) -> None:
     core.allow()
     await asyncio.gather(*calls)
     said = "The core dies after a few steps; a whole answer and a streamed one are on their way."
-    _compare_error(f"{said} The whole one:", 503, whole, "EngineDeadError, which can come at the first delta and at any later one")
+    _compare_error(
+        f"{said} The whole one:", 503, whole, "EngineDeadError, which can come at the first delta and at any later one"
+    )
     last = streamed.content[-2:] if streamed.status == 200 else None
     is_error = last is not None and "out of memory" in str(last[0]) and last[1] == "[DONE]"
     expect(f"{said} The streamed one:", "that its last events are an error and [DONE]", True, is_error, "completion_events")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from minivllm.course.lessons.lesson_11.situations import iterate, run
-from minivllm.course.lessons.streaming import Delta
+from minivllm.course.lessons.streaming import Delta, make_usage
 from minivllm.course.observations import expect, fail, rounds
 from minivllm.errors import EngineDeadError
 
@@ -22,7 +24,7 @@ def read_events(data: bytes) -> list[Any]:
     Raises:
         ValueError: It is not a stream of events.
     """
-    lines = data.decode().replace("\r\n", "\n").replace("\r", "\n").translate(_LINE_ENDS).split("\n")
+    *lines, rest = data.decode().replace("\r\n", "\n").replace("\r", "\n").translate(_LINE_ENDS).split("\n")
     events, content = [], None
     for line in lines:
         if line.startswith("data: "):
@@ -32,7 +34,7 @@ def read_events(data: bytes) -> list[Any]:
         elif content is not None:
             events.append(content if content == "[DONE]" else json.loads(content))
             content = None
-    if content is not None:
+    if content is not None or rest:
         raise ValueError("an event without an empty line after it, so no client shows it")
     return events
 
@@ -43,15 +45,23 @@ def _read(said: str, data: Any) -> list[Any]:
     try:
         return read_events(data)
     except ValueError as error:
-        fail(f"{said}\nExpected: server-sent events\nGot: {error}\nIn: {data[:300]!r}\nLook at format_event, and at how [DONE] ends.")
+        fail(
+            f"{said}\nExpected: server-sent events\nGot: {error}\nIn: {data[:300]!r}\nLook at format_event, and at how [DONE] ends."
+        )
 
 
 def check_format_event(format_event: Any) -> None:
     """One event whose content is the given one, for every reader."""
     for rng in rounds("event", 40):
-        content = {"text": "".join(rng.choices(_PIECES, k=rng.randint(0, 5))), "n": rng.randrange(9), "end": rng.choice((None, "stop"))}
+        content = {
+            "text": "".join(rng.choices(_PIECES, k=rng.randint(0, 5))),
+            "n": rng.randrange(9),
+            "end": rng.choice((None, "stop")),
+        }
         said = f"format_event({content!r})"
-        expect(said, "contents of the events in it", [content], _read(said, format_event(content)), "the line, and what is after it")
+        expect(
+            said, "contents of the events in it", [content], _read(said, format_event(content)), "the line, and what is after it"
+        )
 
 
 def _made_up(rng: random.Random) -> tuple[list[Delta], EngineDeadError | None]:
@@ -65,53 +75,81 @@ def _made_up(rng: random.Random) -> tuple[list[Delta], EngineDeadError | None]:
     return deltas, None
 
 
+@dataclass
+class _Situation:
+    """An answer of an engine, what is asked for, and what a client has got so far."""
+
+    deltas: list[Delta]
+    error: EngineDeadError | None
+    head: dict[str, Any]
+    num_prompt_tokens: int
+    include_usage: bool
+    data: bytes = b""
+    num_events: list[int] = field(default_factory=list)
+    """How many events the client had when each delta was asked for."""
+
+    @property
+    def said(self) -> str:
+        """In words."""
+        return (
+            f"{len(self.deltas)} deltas{', then an EngineDeadError' if self.error else ''}, include_usage={self.include_usage}."
+        )
+
+    async def source(self) -> AsyncGenerator[Delta, None]:
+        """What the engine gives."""
+        for delta in self.deltas:
+            self.num_events.append(len(_read(self.said, self.data)))
+            yield delta
+        if self.error is not None:
+            raise self.error
+
+    async def read(self, events_of: Any) -> None:
+        """Read a learner's stream to its end; each part of it has whole events."""
+        made = events_of(self.source(), self.head, self.num_prompt_tokens, self.include_usage)
+        async for part in await iterate(made):
+            _read(self.said, part)
+            self.data += part
+
+
 def _check_stream(events_of: Any, make_choices: Callable[[list[Delta]], list[Any]], kind: str) -> None:
     for rng in rounds(kind, 40):
-        deltas, error = _made_up(rng)
-        include_usage, num_prompt_tokens = rng.random() < 0.5, rng.randint(1, 99)
         head = {"id": f"{kind}-{rng.randrange(10**6)}", "object": kind, "created": rng.randrange(10**9), "model": "m"}
-        said = f"{len(deltas)} deltas{', then an EngineDeadError' if error else ''}, include_usage={include_usage}."
-        early: list[int] = []
-        data, num_yields = b"", 0
-
-        async def source(deltas: Any = deltas, error: Any = error, early: Any = early) -> AsyncGenerator[Delta, None]:
-            for delta in deltas:
-                early.append(len(_read(said, data)))
-                yield delta
-            if error is not None:
-                raise error
-
-        async def read(rng: Any = rng) -> None:
-            nonlocal data, num_yields
-            async for part in await iterate(events_of(source(), head, num_prompt_tokens, include_usage)):
-                _read(said, part)
-                data += part
-                num_yields += 1
-
-        run(said, read)
+        situation = _Situation(*_made_up(rng), head, rng.randint(1, 99), rng.random() < 0.5)
+        run(situation.said, partial(situation.read, events_of))
+        deltas, said, num_prompt_tokens = situation.deltas, situation.said, situation.num_prompt_tokens
         choices = make_choices(deltas)
         expected = [{**head, "choices": [choice]} for choice in choices]
-        if error is not None:
-            expected.append({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
-        elif include_usage:
-            count = sum(len(delta.token_ids) for delta in deltas)
-            usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": count, "total_tokens": num_prompt_tokens + count}
+        if situation.error is not None:
+            expected.append({"error": {"message": str(situation.error), "type": "server_error", "param": None, "code": None}})
+        elif situation.include_usage:
+            usage = make_usage(num_prompt_tokens, sum(len(delta.token_ids) for delta in deltas))
             expected.append({**head, "choices": [], "usage": usage})
-        _compare(said, [*expected, "[DONE]"], _read(said, data))
+        _compare(said, [*expected, "[DONE]"], _read(said, situation.data))
         first = len(choices) - len(deltas)
-        late = [number for number, seen in enumerate(early[1:], start=1) if seen < first + number]
-        expect(said, "deltas that the client did not get before the next was asked for", [], late, "when you yield: each event at once")
+        late = [number for number, seen in enumerate(situation.num_events[1:], start=1) if seen < first + number]
+        expect(
+            said,
+            "deltas that the client did not get before the next was asked for",
+            [],
+            late,
+            "when you yield: each event at once",
+        )
 
 
 def _compare(said: str, expected: list[Any], got: list[Any]) -> None:
-    names = {"choices": "the choices of each event, and which events there are", "usage": "usage: one event before [DONE], if asked for, with no choices"}
+    names = {
+        "choices": "the choices of each event, and which events there are",
+        "usage": "usage: one event before [DONE], if asked for, with no choices",
+    }
     for name in ("id", "object", "created", "model"):
         names[name] = "head: its fields are in every event, and the same"
     for number, (right, mine) in enumerate(zip(expected, got, strict=False), start=1):
         if isinstance(right, dict) and isinstance(mine, dict):
             for name in dict.fromkeys([*right, *mine]):
                 look = names.get(name, "what belongs into this event, and what an error's event is")
-                expect(said, f"{name!r} of event {number}", right.get(name, "no such field"), mine.get(name, "no such field"), look)
+                expect(
+                    said, f"{name!r} of event {number}", right.get(name, "no such field"), mine.get(name, "no such field"), look
+                )
         else:
             expect(said, f"event {number}", right, mine, "the last events: usage, an error, and [DONE], once, at the end")
     expect(said, "number of events", len(expected), len(got), "which events there are, from the first to [DONE]")
@@ -130,7 +168,9 @@ def check_chat_events(chat_events: Any) -> None:
     """The same for a chat: the role comes once."""
 
     def make(deltas: list[Delta]) -> list[Any]:
-        parts = [({"role": "assistant", "content": ""}, None)] + [({"content": delta.text}, delta.finish_reason) for delta in deltas]
+        parts = [({"role": "assistant", "content": ""}, None)] + [
+            ({"content": delta.text}, delta.finish_reason) for delta in deltas
+        ]
         return [{"index": 0, "delta": part, "logprobs": None, "finish_reason": reason} for part, reason in parts]
 
     _check_stream(chat_events, make, "chat.completion.chunk")

@@ -41,7 +41,9 @@ class Scene:
 
     def _refuse(self, expected: str, look: str) -> NoReturn:
         shown = ", ".join(self.events[-7:])
-        self.problem = self.problem or f"core_loop, in this order: {shown}.\nExpected: {expected}\nGot: {self.events[-1]}\nLook at {look}."
+        self.problem = (
+            self.problem or f"core_loop, in this order: {shown}.\nExpected: {expected}\nGot: {self.events[-1]}\nLook at {look}."
+        )
         raise _Broken
 
     def _note(self, event: str) -> None:
@@ -98,7 +100,9 @@ class Scene:
         if not self._waiting:
             self._note("waits for a message")
             if self._left:
-                self._refuse(f"a step, because {', '.join(self._left)} are unfinished", "when to wait: only if there is nothing to do")
+                self._refuse(
+                    f"a step, because {', '.join(self._left)} are unfinished", "when to wait: only if there is nothing to do"
+                )
             self._let_come(1)
         message = self._waiting.popleft()
         self._note(f"takes {message!r}")
@@ -155,7 +159,9 @@ class Scene:
         """What the loop delivers to."""
         self._note(f"delivers {outputs!r}")
         if outputs is not self._returned:
-            self._refuse(f"deliver({self._returned!r})", "what is delivered: what the step returned, or the error that was raised")
+            self._refuse(
+                f"deliver({self._returned!r})", "what is delivered: what the step returned, or the error that was raised"
+            )
         if isinstance(outputs, Exception):
             self.end = "an error"
         self._returned = None

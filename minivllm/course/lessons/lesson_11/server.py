@@ -17,7 +17,16 @@ from minivllm.course.lessons.streaming import parts_of, serve
 from minivllm.course.observations import expect
 
 _OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 256, "num_gpu_blocks_override": 128}
-_PROMPTS = ("The capital of France is", "Once upon a time", "1, 2, 3, 4,", "Water boils at", "My favourite colour is", "Ships float because", "In 1969,", "Dear Sir,")
+_PROMPTS = (
+    "The capital of France is",
+    "Once upon a time",
+    "1, 2, 3, 4,",
+    "Water boils at",
+    "My favourite colour is",
+    "Ships float because",
+    "In 1969,",
+    "Dear Sir,",
+)
 _GREEDY = SamplingParams(temperature=0, max_tokens=16)
 
 
@@ -46,7 +55,13 @@ def check_server(make_app: Any, engine_cls: Any) -> list[str]:
             lines.append(_measure(address))
             _hang_up(address)
             _wait_until_idle(engines[0])
-            expect("All clients have left.", "requests that still have a stream", [], sorted(engines[0].streams), "generate's `finally`")
+            expect(
+                "All clients have left.",
+                "requests that still have a stream",
+                [],
+                sorted(engines[0].streams),
+                "generate's `finally`",
+            )
             _wait_until(lambda: core.core.block_manager.get_num_free_gpu_blocks() == num_blocks)
             free = core.core.block_manager.get_num_free_gpu_blocks()
             expect("All clients have left.", "free blocks", num_blocks, free, "generate's `finally`, which aborts")
@@ -73,7 +88,12 @@ def _talk(address: str, texts: list[str]) -> list[str]:
         got = list(pool.map(complete, range(len(_PROMPTS))))
         for prompt, wanted, text in zip(_PROMPTS, texts, got, strict=True):
             expect(f"{prompt!r}, by the openai client.", "text", wanted, text, "the check of the app, which serves a script")
-        chat: Any = {"model": model, "messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 12, "temperature": 0}
+        chat: Any = {
+            "model": model,
+            "messages": [{"role": "user", "content": "Name a colour."}],
+            "max_tokens": 12,
+            "temperature": 0,
+        }
         whole = client.chat.completions.create(**chat).choices[0].message.content
         with client.chat.completions.create(**chat, stream=True) as events:
             streamed = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
@@ -90,7 +110,13 @@ def _measure(address: str) -> str:
             return results
 
     results = _in_thread(measure)
-    expect("Twelve requests of the load generator, six at a time.", "errors", [], [r.error for r in results if r.error], "usage, [DONE]")
+    expect(
+        "Twelve requests of the load generator, six at a time.",
+        "errors",
+        [],
+        [r.error for r in results if r.error],
+        "usage, [DONE]",
+    )
     return f"{len(results)} requests of the load generator, none failed"
 
 
@@ -99,7 +125,9 @@ def _hang_up(address: str) -> None:
 
     with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client:
         for prompt in _PROMPTS[:3]:
-            events = client.completions.create(model="", prompt=prompt, max_tokens=200, stream=True, extra_body={"ignore_eos": True})
+            events = client.completions.create(
+                model="", prompt=prompt, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+            )
             next(iter(events))
             events.close()
 

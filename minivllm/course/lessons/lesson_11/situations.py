@@ -41,10 +41,14 @@ def run(said: str, work: Callable[[], Awaitable[_Made]], seconds: float = SECOND
     thread.join(seconds + SECONDS)
     if thread.is_alive():
         got = "the event loop is blocked, and nothing else can run on it"
-        fail(f"{said}\nExpected: an end\nGot: {got}\nLook at what waits without `await`, or repeats without one, and what joins a thread.")
+        fail(
+            f"{said}\nExpected: an end\nGot: {got}\nLook at what waits without `await`, or repeats without one, and what joins a thread."
+        )
     if errors and isinstance(errors[0], (TimeoutError, asyncio.TimeoutError)):
         got = f"nothing for {seconds:.0f} seconds: somebody waits for news that nobody sends"
-        fail(f"{said}\nExpected: an end\nGot: {got}\nLook at who wakes whom: each `await` of an event, and each message for the core.")
+        fail(
+            f"{said}\nExpected: an end\nGot: {got}\nLook at who wakes whom: each `await` of an event, and each message for the core."
+        )
     if errors:
         raise errors[0]
     return results[0]
@@ -55,7 +59,9 @@ async def iterate(made: Any) -> Any:
     if inspect.iscoroutine(made):
         name = made.__qualname__
         await made
-        fail(f"{name} was called.\nExpected: an async generator\nGot: a coroutine, because nothing in it yields\nLook at where it yields.")
+        fail(
+            f"{name} was called.\nExpected: an async generator\nGot: a coroutine, because nothing in it yields\nLook at where it yields."
+        )
     return made
 
 
@@ -114,20 +120,24 @@ class WatchedCore:
         return not self.plain.has_unfinished_requests()
 
     def add_request(self, request: EngineCoreRequest) -> None:
+        """As `PlainCore.add_request`."""
         self.threads.add(threading.get_ident())
         self.added.append(request.request_id)
         self.plain.add_request(request)
 
     def abort_request(self, request_id: str) -> None:
+        """As `PlainCore.abort_request`."""
         self.threads.add(threading.get_ident())
         self.aborted.append(request_id)
         self.plain.abort_request(request_id)
 
     def has_unfinished_requests(self) -> bool:
+        """As `PlainCore.has_unfinished_requests`."""
         self.threads.add(threading.get_ident())
         return self.plain.has_unfinished_requests()
 
     def step(self) -> list[CoreOutput]:
+        """As `PlainCore.step`, when it is allowed."""
         self.threads.add(threading.get_ident())
         with self._gate:
             if not self._gate.wait_for(lambda: self.num_steps < self._num_allowed, SECONDS):

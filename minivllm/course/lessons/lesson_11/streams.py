@@ -81,4 +81,10 @@ async def _let_fail(stream: Any, rng: random.Random) -> None:
             got = repr(await waiter)
         except Exception as raised:
             got = repr(raised)
-        expect(_tell(story), "what get does after fail", repr(error), got, "fail, which wakes get, and get, which raises the error each time")
+        expect(
+            _tell(story),
+            "what get does after fail",
+            repr(error),
+            got,
+            "fail, which wakes get, and get, which raises the error each time",
+        )

@@ -41,7 +41,7 @@ def make_answer(rng: random.Random) -> tuple[list[int], str]:
     if rng.random() < 0.4:
         visible = rng.random() < 0.5  # ended by the end of text, or by a letter that the request calls a stop token
         return [*token_ids, rng.randint(1, 5) if visible else END], "stop"
-    return token_ids, "length"
+    return token_ids + _HALVES[:1] * rng.choice((0, 0, 1)), "length"
 
 
 def cut(rng: random.Random, token_ids: list[int], reason: str) -> list[Delta]:
@@ -59,7 +59,11 @@ def cut(rng: random.Random, token_ids: list[int], reason: str) -> list[Delta]:
 
 def expected_deltas(deltas: list[Delta], stop: list[str]) -> list[Delta]:
     """The same deltas with their text, made one token at a time from how much of the whole text is known by then."""
-    tokens = [(token, delta.finish_reason == "stop" and i == len(delta.token_ids) - 1) for delta in deltas for i, token in enumerate(delta.token_ids)]
+    tokens = [
+        (token, delta.finish_reason == "stop" and i == len(delta.token_ids) - 1)
+        for delta in deltas
+        for i, token in enumerate(delta.token_ids)
+    ]
     detokenizer = IncrementalDetokenizer(Letters(), [], SamplingParams(temperature=0, stop=stop))  # type: ignore[arg-type]
     texts, found = [""], None
     for token, ends in tokens:
@@ -87,18 +91,19 @@ def check_with_text(with_text: Any) -> None:
     for rng in rounds("text", 120):
         deltas = cut(rng, *make_answer(rng))
         stop = rng.choice(([], [], ["ab"], ["é"], ["bc", "ea"], ["abc"], ["\ufffd"]))
-        stop = rng.choice((stop, ["".join(rng.choices("abcdeé", k=rng.randint(1, 3)))]))
+        stop = rng.choice((stop, ["\ufffd"], ["".join(rng.choices("abcdeé", k=rng.randint(1, 3)))]))
         source = Source(deltas)
         detokenizer = IncrementalDetokenizer(Letters(), [], SamplingParams(temperature=0, stop=stop))  # type: ignore[arg-type]
         shown = ", ".join(f"{Letters().decode(delta.token_ids)!r} ({delta.token_ids}, {delta.finish_reason})" for delta in deltas)
         said = f"Stop strings {stop}, and deltas {shown}."
 
-        async def read(source: Source = source, detokenizer: Any = detokenizer) -> list[Any]:
-            return [delta async for delta in await iterate(with_text(source.read(), detokenizer))]
+        async def read(source: Source = source, detokenizer: Any = detokenizer) -> tuple[list[Any], bool]:
+            return [delta async for delta in await iterate(with_text(source.read(), detokenizer))], source.is_closed
 
-        _compare(said, expected_deltas(deltas, stop), run(said, read))
+        got, is_closed = run(said, read)
+        _compare(said, expected_deltas(deltas, stop), got)
         look = "async with aclosing(deltas): a generator that is left early is not closed by itself, at least not at once"
-        expect(said, "that `deltas` was closed", True, source.is_closed, look)
+        expect(said, "that `deltas` was closed", True, is_closed, look)
 
 
 def _compare(said: str, expected: list[Delta], got: list[Any]) -> None:
@@ -108,4 +113,10 @@ def _compare(said: str, expected: list[Delta], got: list[Any]) -> None:
         "token_ids": "the tokens of a delta: none after a stop string, and those of deltas that were left out come with the next",
     }
     for name, look in looks.items():
-        expect(said, f"{name} of each delta", [getattr(delta, name) for delta in expected], [getattr(delta, name) for delta in got], look)
+        expect(
+            said,
+            f"{name} of each delta",
+            [getattr(delta, name) for delta in expected],
+            [getattr(delta, name) for delta in got],
+            look,
+        )
