@@ -40,6 +40,7 @@ def check_server(make_app: Any, engine_cls: Any) -> list[str]:
     texts = [output.outputs[0].text for output in llm.generate(list(_PROMPTS), _GREEDY, use_tqdm=False)]
     core, frontend = parts_of(llm.llm_engine)
     num_blocks, engines = core.core.block_manager.get_num_free_gpu_blocks(), []
+    unwritten: list[NotImplementedError] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:  # the engine belongs to the server's event loop
         if not engines:
@@ -47,7 +48,11 @@ def check_server(make_app: Any, engine_cls: Any) -> list[str]:
             engines.append(make_app(engines[0], frontend))
         if scope["type"] == "lifespan":
             return
-        await engines[1](scope, receive, send)
+        try:
+            await engines[1](scope, receive, send)
+        except NotImplementedError as error:
+            unwritten.append(error)
+            raise
 
     with serve(app) as address:
         try:
@@ -65,6 +70,10 @@ def check_server(make_app: Any, engine_cls: Any) -> list[str]:
             _wait_until(lambda: core.core.block_manager.get_num_free_gpu_blocks() == num_blocks)
             free = core.core.block_manager.get_num_free_gpu_blocks()
             expect("All clients have left.", "free blocks", num_blocks, free, "generate's `finally`, which aborts")
+        except Exception:
+            if unwritten:
+                raise unwritten[0] from None
+            raise
         finally:
             for engine in engines[:1]:
                 engine.inbox.put(None)
