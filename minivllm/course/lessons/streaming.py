@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+from starlette.types import Send
 
 from minivllm import LLM
 from minivllm.course.lessons.assembly import CoreOutput
@@ -210,6 +212,18 @@ async def _hang_up(receive: Any) -> None:
         pass
 
 
+class EventResponse(StreamingResponse):
+    """A streamed answer. If it ends early, because its client has hung up, its generator is closed at once."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+
+    async def stream_response(self, send: Send) -> None:
+        """Send all events."""
+        async with contextlib.aclosing(self.body_iterator):  # type: ignore[type-var]
+            await super().stream_response(send)
+
+
 @contextlib.contextmanager
 def serve(app: Any) -> Iterator[str]:
     """Serve an app on a free port of this machine, in a thread, and give its address. Afterwards the port is free again."""
@@ -219,12 +233,12 @@ def serve(app: Any) -> Iterator[str]:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, args=([listener],), name="uvicorn", daemon=True)
         thread.start()
-        end = time.monotonic() + _START_SECONDS
-        while not server.started:
-            if not thread.is_alive() or time.monotonic() > end:
-                raise RuntimeError("The server did not start: what it printed says why.")
-            time.sleep(0.01)
         try:
+            end = time.monotonic() + _START_SECONDS
+            while not server.started:
+                if not thread.is_alive() or time.monotonic() > end:
+                    raise RuntimeError("The server did not start: what it printed says why.")
+                time.sleep(0.01)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.course.lessons.lesson_08.situations import Crowd
 from minivllm.course.lessons.lesson_11.events import read_events
-from minivllm.course.lessons.lesson_11.situations import SECONDS, WatchedCore, becomes, expect_nothing_left, make_core, run
+from minivllm.course.lessons.lesson_11.situations import (
+    SECONDS,
+    NotedFrontend,
+    WatchedCore,
+    becomes,
+    expect_nothing_left,
+    make_core,
+    run,
+    started,
+)
 from minivllm.course.observations import expect, fail, seeded
 
 _FATAL_STEP = 6
+_LOOK_AT_HANG_UPS = (
+    "what happens when a client hangs up: `unless_hung_up` around all that waits, begin included, and an EventResponse"
+)
 _WHOLE, _STREAMED = (
     "a whole answer: the `JSONResponse` at the end of `answer`",
     "a streamed answer: the `StreamingResponse`, and its events",
@@ -39,16 +54,23 @@ class Client:
 
     Args:
         app: The app.
-        core: That is allowed a step whenever this client waits for one.
+        frontend: The one that it uses.
     """
 
-    def __init__(self, app: Any, core: WatchedCore) -> None:
-        self.app, self.core = app, core
+    def __init__(self, app: Any, frontend: NotedFrontend) -> None:
+        self.app, self.frontend = app, frontend
 
     async def call(
-        self, method: str, path: str, body: Any = None, hang_up: asyncio.Event | None = None, response: Response | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        hang_up: asyncio.Event | None = None,
+        response: Response | None = None,
+        stalls: bool = False,
     ) -> Response:
-        """The response, or the given one, which fills as it comes; with `hang_up`, the client hangs up when that is set."""
+        """The response, or the given one, which fills as it comes; with `hang_up`, the client hangs up when that is set. One that `stalls`
+        takes nothing after the first part of a response."""
         response, hung_up = response or Response(), hang_up or asyncio.Event()
         messages = [{"type": "http.request", "body": b"" if body is None else json.dumps(body).encode(), "more_body": False}]
 
@@ -64,6 +86,8 @@ class Client:
                 response.headers = {name.decode(): value.decode() for name, value in message["headers"]}
             elif message.get("body"):
                 response.parts.append(message["body"])
+                if stalls:
+                    await asyncio.Event().wait()
 
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
@@ -81,57 +105,61 @@ def check_app(make_app: Any, engine_cls: Any) -> None:
     run("A server whose core dies.", lambda: _die(make_app, engine_cls), 20.0)
 
 
-def _start(make_app: Any, engine_cls: Any, **options: Any) -> tuple[Any, WatchedCore, Client]:
+@asynccontextmanager
+async def _start(make_app: Any, engine_cls: Any, **options: Any) -> AsyncIterator[tuple[Any, WatchedCore, Client]]:
     core, frontend, _ = make_core(Crowd("server"), **options)
-    engine = engine_cls(core, max_requests=3)
-    return engine, core, Client(make_app(engine, frontend), core)
+    async with started(engine_cls, core, max_requests=3) as engine:
+        yield engine, core, Client(make_app(engine, frontend), frontend)
 
 
 async def _answer(make_app: Any, engine_cls: Any) -> None:
-    engine, core, client = _start(make_app, engine_cls, is_gated=True)
-    pumping = asyncio.ensure_future(_pump(core))
-    rng, num_blocks = seeded("server"), core.num_free_blocks
-    for number in range(12):
-        is_chat, stream, usage = number % 2 == 1, number % 4 > 1, rng.random() < 0.5
-        prompt, max_tokens = "".join(rng.choices("abcdefgh", k=rng.randint(1, 9))), rng.randint(1, 12)
-        expected = _expected(f"request-{number}", max_tokens)
-        body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "stream": stream, "model": "letters"}
-        body |= {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
-        body |= {"stream_options": {"include_usage": True}} if stream and usage else {}
-        path = "/v1/chat/completions" if is_chat else "/v1/completions"
-        said = f"POST {path} with {json.dumps(body)}"
-        response = await client.call("POST", path, body)
-        expect(said, "status", 200, response.status, "what you return")
-        text, reason, count = expected
-        if not stream:
-            _compare_whole(said, response.content, is_chat, expected, len(prompt))
-            continue
-        expect(said, "media type", True, "text/event-stream" in response.headers.get("content-type", ""), _STREAMED)
-        events = response.content
-        kind = "chat.completion.chunk" if is_chat else "text_completion"
-        expect(said, "objects of the events", [kind], sorted({event["object"] for event in events[:-1]}), "the head's kind")
-        choices = [choice for event in events[:-1] for choice in event["choices"]]
-        got = "".join(choice["delta"]["content"] if is_chat else choice["text"] for choice in choices)
-        expect(said, "text and finish reason", [text, reason], [got, choices[-1]["finish_reason"]], _STREAMED)
-        usages = [event["usage"]["total_tokens"] for event in events[:-1] if "usage" in event]
-        expect(
-            said,
-            "total tokens in usage events",
-            [len(prompt) + count] if usage else [],
-            usages,
-            "body.include_usage, and the prompt's tokens",
-        )
-    pumping.cancel()
-    core.allow()
-    await asyncio.gather(pumping, return_exceptions=True)
-    await expect_nothing_left("All twelve have been answered.", engine, core, num_blocks)
-    engine.shutdown()
+    async with _start(make_app, engine_cls, is_gated=True) as (engine, core, client):
+        pumping = asyncio.ensure_future(_pump(core))
+        rng, num_blocks = seeded("server"), core.num_free_blocks
+        for number in range(12):
+            is_chat, stream, usage = number % 2 == 1, number % 4 > 1, rng.random() < 0.5
+            prompt, max_tokens = "".join(rng.choices("abcdeéé", k=rng.randint(1, 9))), rng.randint(1, 12)
+            expected = _expected(f"request-{number}", max_tokens)
+            body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "stream": stream, "model": "letters"}
+            body |= {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+            body |= {"stream_options": {"include_usage": True}} if stream and usage else {}
+            path = "/v1/chat/completions" if is_chat else "/v1/completions"
+            said = f"POST {path} with {json.dumps(body)}"
+            response = await client.call("POST", path, body)
+            expect(said, "status", 200, response.status, "what you return")
+            text, reason, count = expected
+            if not stream:
+                _compare_whole(said, response.content, is_chat, expected, len(prompt.encode()))
+                continue
+            expect(said, "media type", True, "text/event-stream" in response.headers.get("content-type", ""), _STREAMED)
+            events = response.content
+            kind = "chat.completion.chunk" if is_chat else "text_completion"
+            expect(said, "objects of the events", [kind], sorted({event["object"] for event in events[:-1]}), "the head's kind")
+            choices = [choice for event in events[:-1] for choice in event["choices"]]
+            got = "".join(choice["delta"]["content"] if is_chat else choice["text"] for choice in choices)
+            expect(said, "text and finish reason", [text, reason], [got, choices[-1]["finish_reason"]], _STREAMED)
+            usages = [event["usage"]["total_tokens"] for event in events[:-1] if "usage" in event]
+            expect(
+                said,
+                "total tokens in usage events",
+                [len(prompt.encode()) + count] if usage else [],
+                usages,
+                "body.include_usage, and the prompt's tokens",
+            )
+        pumping.cancel()
+        core.allow()
+        await asyncio.gather(pumping, return_exceptions=True)
+        is_held_up = threading.get_ident() in client.frontend.threads
+        expect("All twelve have been answered.", "that the event loop has tokenized", False, is_held_up, "asyncio.to_thread")
+        await expect_nothing_left("All twelve have been answered.", engine, core, num_blocks)
 
 
 async def _pump(core: WatchedCore, num_steps: int = 10**6) -> None:
     """Allow a step now and then, so that readers see single deltas."""
-    for _ in range(num_steps):
-        core.allow(1)
+    end = core.num_steps + num_steps
+    while core.num_steps < end:
+        if core.is_waiting:
+            core.allow(1)
         await asyncio.sleep(0.002)
 
 
@@ -162,41 +190,56 @@ def _compare_whole(said: str, content: Any, is_chat: bool, expected: tuple[str, 
 
 
 async def _refuse_and_hang_up(make_app: Any, engine_cls: Any) -> None:
-    engine, core, client = _start(make_app, engine_cls, is_gated=True, ends=False)
-    num_blocks, rng = core.num_free_blocks, seeded("refused")
-    wrong = (
-        {"prompt": ""},
-        {"prompt": "a", "max_tokens": 0},
-        {"prompt": "a" * 200},
-        {"prompt": "a", "temperature": -1.0, "stream": True},
-    )
-    for body in wrong:
-        response = await client.call("POST", "/v1/completions", body)
-        _compare_error(
-            f"POST /v1/completions with {str(body)[:80]}", 400, response, "what raises a RequestError, and who catches it"
+    async with _start(make_app, engine_cls, is_gated=True, ends=False) as (engine, core, client):
+        num_blocks, rng = core.num_free_blocks, seeded("refused")
+        wrong = (
+            {"prompt": ""},
+            {"prompt": "a", "max_tokens": 0},
+            {"prompt": "a" * 200},
+            {"prompt": "a", "temperature": -1.0, "stream": True},
         )
-    body = {"prompt": "abc", "max_tokens": rng.randint(30, 40), "temperature": 0}
-    hang_ups = [asyncio.Event() for _ in range(3)]
-    calls = [
-        asyncio.ensure_future(client.call("POST", "/v1/completions", body | {"stream": number == 1}, hang_up))
-        for number, hang_up in enumerate(hang_ups)
-    ]
-    said = "max_requests=3: two whole answers and a streamed one are on their way."
-    if not await becomes(lambda: len(engine.streams) == 3):
-        expect(said, "requests with a stream", 3, len(engine.streams), "how a request gets to engine.generate")
-    _compare_error(f"{said} A fourth comes.", 503, await client.call("POST", "/v1/completions", body), "TooManyRequestsError")
-    await _pump(core, 8)
-    for hang_up in hang_ups:
+        for body in wrong:
+            response = await client.call("POST", "/v1/completions", body)
+            _compare_error(
+                f"POST /v1/completions with {str(body)[:80]}", 400, response, "what raises a RequestError, and who catches it"
+            )
+        body = {"prompt": "abc", "max_tokens": rng.randint(30, 40), "temperature": 0}
+        await _hang_up_early(engine, client, body)
+        hang_ups = [asyncio.Event() for _ in range(3)]
+        calls = [
+            asyncio.ensure_future(
+                client.call("POST", "/v1/completions", body | {"stream": number == 1}, hang_up, stalls=number == 1)
+            )
+            for number, hang_up in enumerate(hang_ups)
+        ]
+        said = "max_requests=3: two whole answers and a streamed one are on their way."
+        if not await becomes(lambda: len(engine.streams) == 3):
+            expect(said, "requests with a stream", 3, len(engine.streams), "how a request gets to engine.generate")
+        for stream in (False, True):
+            response = await client.call("POST", "/v1/completions", body | {"stream": stream})
+            _compare_error(f"{said} A fourth comes, stream={stream}.", 429, response, "TooManyRequestsError, which begin raises")
+        await _pump(core, 8)
+        for hang_up in hang_ups:
+            hang_up.set()
+        said = "Three clients, whole and streamed, hang up after a few steps."
+        await becomes(lambda: not engine.streams)
+        core.allow()
+        errors = [repr(error) for error in await asyncio.gather(*calls, return_exceptions=True) if isinstance(error, Exception)]
+        expect(said, "errors in the server", [], errors, "what you do with None, which unless_hung_up returns")
+        await becomes(lambda: len(core.aborted) == 5)
+        expect(said, "requests that the core was told to abort, with the two before", 5, len(core.aborted), _LOOK_AT_HANG_UPS)
+        await expect_nothing_left(said, engine, core, num_blocks)
+
+
+async def _hang_up_early(engine: Any, client: Client, body: dict[str, Any]) -> None:
+    for stream in (True, False) if seeded("early").random() < 0.5 else (False, True):
+        said, hang_up = f"A client that hangs up before the first token, stream={stream}.", asyncio.Event()
+        calling = asyncio.ensure_future(client.call("POST", "/v1/completions", body | {"stream": stream}, hang_up))
+        await becomes(lambda: len(engine.streams) == 1)
         hang_up.set()
-    said = "Three clients, whole and streamed, hang up after a few steps."
-    await becomes(lambda: not engine.streams)
-    core.allow()
-    await asyncio.gather(*calls, return_exceptions=True)
-    await becomes(lambda: len(core.aborted) == 3)
-    look = "what happens when a client hangs up: `unless_hung_up` around all that takes long"
-    expect(said, "requests that the core was told to abort", 3, len(core.aborted), look)
-    await expect_nothing_left(said, engine, core, num_blocks)
-    engine.shutdown()
+        await becomes(lambda: not engine.streams)
+        expect(said, "requests that still have a stream", [], sorted(engine.streams), _LOOK_AT_HANG_UPS)
+        await asyncio.gather(calling, return_exceptions=True)
 
 
 def _compare_error(said: str, status: int, response: Response, look: str) -> None:
@@ -211,26 +254,29 @@ def _compare_error(said: str, status: int, response: Response, look: str) -> Non
 
 
 async def _die(make_app: Any, engine_cls: Any) -> None:
-    engine, core, client = _start(make_app, engine_cls, fails_at=_FATAL_STEP, ends=False, is_gated=True)
-    expect("GET /health", "status", 200, (await client.call("GET", "/health")).status, "health, which was given")
-    body = {"prompt": "abc", "max_tokens": 9, "temperature": 0}
-    whole, streamed = Response(), Response()
-    calls = [
-        asyncio.ensure_future(client.call("POST", "/v1/completions", body | {"stream": response is streamed}, response=response))
-        for response in (whole, streamed)
-    ]
-    await becomes(lambda: len(engine.streams) == 2)
-    core.allow(_FATAL_STEP - 1)
-    await becomes(lambda: bool(streamed.parts))
-    core.allow()
-    await asyncio.gather(*calls)
-    said = "The core dies after a few steps; a whole answer and a streamed one are on their way."
-    _compare_error(
-        f"{said} The whole one:", 503, whole, "EngineDeadError, which can come at the first delta and at any later one"
-    )
-    last = streamed.content[-2:] if streamed.status == 200 else None
-    is_error = last is not None and "out of memory" in str(last[0]) and last[1] == "[DONE]"
-    expect(f"{said} The streamed one:", "that its last events are an error and [DONE]", True, is_error, "completion_events")
-    _compare_error("It is dead, and a request comes.", 503, await client.call("POST", "/v1/completions", body), "EngineDeadError")
-    expect("It is dead. GET /health", "status", 503, (await client.call("GET", "/health")).status, "engine.dead")
-    engine.shutdown()
+    async with _start(make_app, engine_cls, fails_at=_FATAL_STEP, ends=False, is_gated=True) as (engine, core, client):
+        expect("GET /health", "status", 200, (await client.call("GET", "/health")).status, "health, which was given")
+        body = {"prompt": "abc", "max_tokens": 9, "temperature": 0}
+        whole, streamed = Response(), Response()
+        calls = [
+            asyncio.ensure_future(
+                client.call("POST", "/v1/completions", body | {"stream": response is streamed}, response=response)
+            )
+            for response in (whole, streamed)
+        ]
+        await becomes(lambda: len(engine.streams) == 2)
+        core.allow(_FATAL_STEP - 1)
+        await becomes(lambda: bool(streamed.parts))
+        core.allow()
+        await asyncio.gather(*calls)
+        said = "The core dies after a few steps; a whole answer and a streamed one are on their way."
+        _compare_error(
+            f"{said} The whole one:", 503, whole, "EngineDeadError, which can come at the first delta and at any later one"
+        )
+        last = streamed.content[-2:] if streamed.status == 200 else None
+        is_error = last is not None and "out of memory" in str(last[0]) and last[1] == "[DONE]"
+        expect(f"{said} The streamed one:", "that its last events are an error and [DONE]", True, is_error, "completion_events")
+        _compare_error(
+            "It is dead, and a request comes.", 503, await client.call("POST", "/v1/completions", body), "EngineDeadError"
+        )
+        expect("It is dead. GET /health", "status", 503, (await client.call("GET", "/health")).status, "engine.dead")

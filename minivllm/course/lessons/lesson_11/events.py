@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from minivllm.course.lessons.lesson_11.situations import iterate, run
+from minivllm.course.lessons.lesson_11.text import Source
 from minivllm.course.lessons.streaming import Delta, make_usage
 from minivllm.course.observations import expect, fail, rounds
 from minivllm.errors import EngineDeadError
@@ -33,6 +34,8 @@ def read_events(data: bytes) -> list[Any]:
             raise ValueError(f"a line that does not begin with 'data: ': {line[:60]!r}")
         elif content is not None:
             events.append(content if content == "[DONE]" else json.loads(content))
+            if content != "[DONE]" and not isinstance(events[-1], dict):
+                raise ValueError(f"an event whose content is no object: {content[:60]}")
             content = None
     if content is not None or rest:
         raise ValueError("an event without an empty line after it, so no client shows it")
@@ -80,7 +83,7 @@ class _Situation:
     """An answer of an engine, what is asked for, and what a client has got so far."""
 
     deltas: list[Delta]
-    error: EngineDeadError | None
+    error: Exception | None
     head: dict[str, Any]
     num_prompt_tokens: int
     include_usage: bool
@@ -136,6 +139,38 @@ def _check_stream(events_of: Any, make_choices: Callable[[list[Delta]], list[Any
         )
 
 
+def _check_early_ends(events_of: Any, kind: str) -> None:
+    """An error that is none of the engine's comes out; and a client that hangs up gets no more events, and the deltas are closed."""
+    head, error = {"id": kind, "object": kind, "created": 1, "model": "m"}, ValueError("a bug")
+    broken = _Situation([Delta([1], None, "a")], error, head, 1, True)
+    try:
+        run("Deltas that raise a ValueError.", partial(broken.read, events_of))
+    except ValueError as raised:
+        got = repr(raised)
+    else:
+        got = "events, as if nothing had happened"
+    look = "what you catch: an EngineDeadError is told to the client, any other error is a bug, and is raised"
+    expect("Deltas that raise a ValueError.", "what comes out", repr(error), got, look)
+
+    async def hang_up() -> str:
+        events = await iterate(events_of(Source([Delta([1]), Delta([2], "stop")]).read(), head, 1, True))
+        await anext(events)
+        try:
+            await events.aclose()
+        except RuntimeError as raised:
+            return f"RuntimeError: {raised}"
+        return "no more"
+
+    said = "A client hangs up after the first event."
+    expect(
+        said,
+        "what it is sent",
+        "no more",
+        run(said, hang_up),
+        "what you catch, and what is in a `finally`: a closed generator may not yield",
+    )
+
+
 def _compare(said: str, expected: list[Any], got: list[Any]) -> None:
     names = {
         "choices": "the choices of each event, and which events there are",
@@ -162,6 +197,7 @@ def check_completion_events(completion_events: Any) -> None:
         return [{"index": 0, "text": delta.text, "logprobs": None, "finish_reason": delta.finish_reason} for delta in deltas]
 
     _check_stream(completion_events, make, "text_completion")
+    _check_early_ends(completion_events, "text_completion")
 
 
 def check_chat_events(chat_events: Any) -> None:
@@ -174,3 +210,4 @@ def check_chat_events(chat_events: Any) -> None:
         return [{"index": 0, "delta": part, "logprobs": None, "finish_reason": reason} for part, reason in parts]
 
     _check_stream(chat_events, make, "chat.completion.chunk")
+    _check_early_ends(chat_events, "chat.completion.chunk")

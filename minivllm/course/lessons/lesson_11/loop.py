@@ -33,11 +33,13 @@ class Scene:
         self._rng, self._names = rng, iter("abcdefghijklmnopqrstuvwxyz")
         self._waiting: deque[_Message] = deque()
         self._left: dict[str, int] = {}
-        self._handed: _Message = None
+        self._handed: deque[_Message] = deque()
+        """Messages that the loop has taken and the core has not heard of."""
         self._returned: Any = None
         self.end: str | None = None
         self._fails_at = rng.choice((None, rng.randint(3, 20)))
         self._num_calls = self._num_core_calls = 0
+        self._has_timed_out = False
 
     def _refuse(self, expected: str, look: str) -> NoReturn:
         shown = ", ".join(self.events[-7:])
@@ -51,7 +53,7 @@ class Scene:
         self._num_calls += 1
         if self._num_calls > 3000:
             self._refuse("an end", "what the loop does again and again")
-        if self.end is not None:
+        if self.end is not None and not self._handed:
             self._refuse(f"nothing more after {self.end}", "what ends the loop: `None` and an error do, at once")
 
     def _maybe_fail(self) -> None:
@@ -59,7 +61,7 @@ class Scene:
         if self._num_core_calls == self._fails_at:
             self._returned = RuntimeError(f"no memory at call {self._fails_at}")
             self.events.append(f"which raises {self._returned}")
-            self._handed = None
+            self._handed.clear()
             raise self._returned
 
     def _let_come(self, at_least: int) -> None:
@@ -93,27 +95,33 @@ class Scene:
 
     def get(self, block: bool = True, timeout: float | None = None) -> _Message:
         """As of a `SimpleQueue`; while it waits, something comes."""
-        self._check_handed()
         if not self._waiting and not block:
             self.empty()
             raise queue.Empty
         if not self._waiting:
-            self._note("waits for a message")
-            if self._left:
-                self._refuse(
-                    f"a step, because {', '.join(self._left)} are unfinished", "when to wait: only if there is nothing to do"
-                )
-            self._let_come(1)
+            self._wait(timeout)
         message = self._waiting.popleft()
         self._note(f"takes {message!r}")
-        self._handed = message
         if message is None:
             self.end = "None"
+        else:
+            self._handed.append(message)
         return message
 
+    def _wait(self, timeout: float | None) -> None:
+        self._check_handed()
+        self._note("waits for a message" if timeout is None else f"waits {timeout} s for a message, and none comes")
+        if self._left:
+            expected = f"a step, because {', '.join(self._left)} are unfinished"
+            self._refuse(expected, "when to wait: only if there is nothing to do")
+        self._has_timed_out = timeout is not None and not self._has_timed_out
+        if self._has_timed_out:
+            raise queue.Empty
+        self._let_come(1)
+
     def _check_handed(self) -> None:
-        if self._handed is not None:
-            self._refuse(f"the core to be told of {self._handed!r}", "what you do with each kind of message")
+        if self._handed:
+            self._refuse(f"the core to be told of {self._handed[0]!r}", "what you do with each kind of message")
         if self._returned is not None:
             self._refuse("deliver(…) with what the step has returned", "what follows a step")
 
@@ -131,10 +139,11 @@ class Scene:
 
     def _take(self, kind: str, content: str) -> None:
         self._note(f"{kind}s {content}")
-        if self._handed != (kind, content):
-            self._refuse(f"what the last message says: {self._handed!r}", "which method of the core each kind of message is for")
+        if not self._handed or self._handed[0] != (kind, content):
+            said = f"what the next message says: {self._handed[0]!r}" if self._handed else "no more than messages say"
+            self._refuse(said, "which method of the core each kind of message is for")
         self._maybe_fail()
-        self._handed = None
+        self._handed.popleft()
 
     def has_unfinished_requests(self) -> bool:
         """As of a core."""
@@ -185,4 +194,4 @@ def check_core_loop(core_loop: Any) -> None:
         look = "the `except` around the whole loop, which delivers the error and ends"
         expect(said, "an error that came out of core_loop", "None", repr(error), look)
         expect(said, "that it ended because of None, or of a delivered error", True, scene.end is not None, "what ends the loop")
-        see(scene.events)
+        see([event for event in scene.events if event.startswith(("steps", "delivers"))])

@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from minivllm.course.lessons.assembly import CoreOutput
@@ -26,8 +27,13 @@ def run(said: str, work: Callable[[], Awaitable[_Made]], seconds: float = SECOND
     """What a coroutine returns, run on an event loop of its own. One that waits forever, or blocks the loop, ends in a sentence."""
     results: list[_Made] = []
     errors: list[BaseException] = []
+    lost: list[BaseException] = []
+    """What was raised in callbacks, for which nobody waits."""
 
     async def limited() -> _Made:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: lost.append(context["exception"]) if "handle" in context and "exception" in context else None
+        )
         return await asyncio.wait_for(work(), seconds)
 
     def run_loop() -> None:
@@ -39,16 +45,18 @@ def run(said: str, work: Callable[[], Awaitable[_Made]], seconds: float = SECOND
     thread = threading.Thread(target=run_loop, daemon=True)
     thread.start()
     thread.join(seconds + SECONDS)
+    errors = [error for error in [*errors, *lost] if isinstance(error, NotImplementedError)] or errors
     if thread.is_alive():
-        got = "the event loop is blocked, and nothing else can run on it"
-        fail(
-            f"{said}\nExpected: an end\nGot: {got}\nLook at what waits without `await`, or repeats without one, and what joins a thread."
-        )
+        got = "the event loop is blocked, or somebody catches a CancelledError and goes on"
+        look = "what waits without `await`, repeats without one, or joins a thread, and what is caught. Then restart the kernel"
+        fail(f"{said}\nExpected: an end\nGot: {got}\nLook at {look}.")
+    if lost and not isinstance(errors[:1] and errors[0], NotImplementedError):
+        look = "what is called on the event loop, and with what"
+        fail(f"{said}\nExpected: no error in a callback\nGot: {type(lost[0]).__name__}: {lost[0]}\nLook at {look}.")
     if errors and isinstance(errors[0], (TimeoutError, asyncio.TimeoutError)):
         got = f"nothing for {seconds:.0f} seconds: somebody waits for news that nobody sends"
-        fail(
-            f"{said}\nExpected: an end\nGot: {got}\nLook at who wakes whom: each `await` of an event, and each message for the core."
-        )
+        look = "who wakes whom: each `await` of an event, and each message for the core"
+        fail(f"{said}\nExpected: an end\nGot: {got}\nLook at {look}.")
     if errors:
         raise errors[0]
     return results[0]
@@ -92,6 +100,8 @@ class WatchedCore:
     Attributes:
         added, aborted: Ids, in order.
         threads: Who has called.
+        handled_in: The threads in which the engine has handled outputs.
+        misused: Whether the event loop's `call_soon` was called in another thread.
     """
 
     def __init__(self, engine: LLMEngine, fails_at: int | None = None, is_gated: bool = False) -> None:
@@ -99,7 +109,10 @@ class WatchedCore:
         self.added: list[str] = []
         self.aborted: list[str] = []
         self.threads: set[int] = set()
+        self.handled_in: set[int] = set()
+        self.misused = False
         self.num_steps = 0
+        self._is_in_step = False
         self._num_allowed: float = 0 if is_gated else float("inf")
         self._gate = threading.Condition()
 
@@ -128,39 +141,64 @@ class WatchedCore:
     def abort_request(self, request_id: str) -> None:
         """As `PlainCore.abort_request`."""
         self.threads.add(threading.get_ident())
-        self.aborted.append(request_id)
-        self.plain.abort_request(request_id)
+        self.aborted.append(request_id if isinstance(request_id, str) else f"a {type(request_id).__name__}")
+        self.plain.abort_request(self.aborted[-1])
 
     def has_unfinished_requests(self) -> bool:
         """As `PlainCore.has_unfinished_requests`."""
         self.threads.add(threading.get_ident())
         return self.plain.has_unfinished_requests()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a step waits to be allowed."""
+        return self._is_in_step and self.num_steps >= self._num_allowed
+
     def step(self) -> list[CoreOutput]:
         """As `PlainCore.step`, when it is allowed."""
         self.threads.add(threading.get_ident())
+        self._is_in_step = True
         with self._gate:
             if not self._gate.wait_for(lambda: self.num_steps < self._num_allowed, SECONDS):
                 raise RuntimeError("nobody let the core take this step")
         self.num_steps += 1
+        self._is_in_step = False
         if self.num_steps == self._fails_at:
             raise RuntimeError(f"out of memory in step {self.num_steps}")
         return self.plain.step()
 
 
 class ChattyLetters(Letters):
-    """Letters that know a form for conversations."""
+    """Letters that know a form for conversations, and a character of two tokens."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A token for each letter, and two for an é."""
+        return [token for c in text for token in ([28, 29] if c == "é" else super(ChattyLetters, self).encode(c))]
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
         """The messages, one after another."""
         return self.encode(" ".join(message["content"] for message in messages))
 
 
-def make_core(crowd: Crowd, **options: Any) -> tuple[WatchedCore, Frontend, list[EngineCoreRequest]]:
+class NotedFrontend(Frontend):
+    """Notes in which threads it tokenizes."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.threads: set[int] = set()
+
+    def process(self, *request: Any) -> Any:
+        """As of a frontend."""
+        self.threads.add(threading.get_ident())
+        return super().process(*request)
+
+
+def make_core(crowd: Crowd, **options: Any) -> tuple[WatchedCore, NotedFrontend, list[EngineCoreRequest]]:
     """A core with few blocks, its frontend, and the crowd's requests for it."""
     engine = crowd.make_engine(ends=options.pop("ends", True))
     requests = [engine.input_processor.process_inputs(*request).core_request for request in crowd.requests]
-    frontend = Frontend("letters", engine.input_processor, ChattyLetters())  # type: ignore[arg-type]
+    engine.input_processor._tokenizer = ChattyLetters()  # type: ignore[assignment]
+    frontend = NotedFrontend("letters", engine.input_processor, ChattyLetters())
     return WatchedCore(engine, **options), frontend, requests
 
 
@@ -179,6 +217,44 @@ async def expect_nothing_left(said: str, engine: Any, core: WatchedCore, num_blo
     expect(said, "requests that still have a stream", [], sorted(engine.streams), _LOOK_AT_ENDS)
     expect(said, "requests that the core still computes", False, not core.is_idle, _LOOK_AT_ENDS)
     expect(said, "free blocks", num_blocks, core.num_free_blocks, "the abort message, which frees the blocks")
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    others = {task for task in others if not task.get_coro().__qualname__.startswith("run.")}  # type: ignore[union-attr]
-    expect(said, "tasks that still run", 0, len(others), "tasks that you start: who ends them?")
+    await becomes(lambda: not _other_tasks())
+    expect(said, "tasks that still run", 0, len(_other_tasks()), "tasks that you start: who ends them?")
+
+
+def _other_tasks() -> set[asyncio.Task[Any]]:
+    """The tasks that neither this check nor `run` has started."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    return {task for task in tasks if not task.get_coro().__qualname__.startswith("run.")}  # type: ignore[union-attr]
+
+
+class _Loop:
+    """An event loop that notes who calls what from another thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, core: WatchedCore) -> None:
+        self._loop, self._core, self._thread = loop, core, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def call_soon(self, *call: Any) -> Any:
+        """As of the loop, for which it must be called in its thread."""
+        self._core.misused |= threading.get_ident() != self._thread
+        return self._loop.call_soon_threadsafe(*call)
+
+
+@asynccontextmanager
+async def started(cls: Any, core: WatchedCore, **options: Any) -> AsyncIterator[Any]:
+    """A learner's engine. Its thread is told to end, whatever a check finds."""
+
+    class Watched(cls):  # type: ignore[misc]
+        def handle(self, outputs: Any) -> None:
+            core.handled_in.add(threading.get_ident())
+            super().handle(outputs)
+
+    engine = Watched(core, **options)
+    engine.loop = _Loop(engine.loop, core)
+    try:
+        yield engine
+    finally:
+        core.allow()
+        engine.inbox.put(None)

@@ -105,6 +105,21 @@ def check_with_text(with_text: Any) -> None:
         look = "async with aclosing(deltas): a generator that is left early is not closed by itself, at least not at once"
         expect(said, "that `deltas` was closed", True, is_closed, look)
 
+    said = "Three deltas, of which one is read."
+    source = Source([Delta([1]), Delta([2]), Delta([3], "length")])
+    is_closed = run(said, lambda: _leave(with_text, source))
+    expect(
+        said, "that `deltas` was closed when the generator was", True, is_closed, "async with aclosing(deltas), around everything"
+    )
+
+
+async def _leave(with_text: Any, source: Source) -> bool:
+    detokenizer = IncrementalDetokenizer(Letters(), [], SamplingParams(temperature=0))  # type: ignore[arg-type]
+    deltas = await iterate(with_text(source.read(), detokenizer))
+    await anext(deltas)
+    await deltas.aclose()
+    return source.is_closed
+
 
 def _compare(said: str, expected: list[Delta], got: list[Any]) -> None:
     looks = {
