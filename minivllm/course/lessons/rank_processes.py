@@ -1,0 +1,209 @@
+"""Real processes for lesson 12: forks of this one, linked to it by pipes, and to each other in a ring of shared memory.
+
+A fork knows the classes of a notebook, which no other process could import. It ends when this process ends, when the `with` block does, or
+when it is killed; nothing has a name, so nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.distributed.message_queue import QueueEnds, QueueReader, QueueWriter
+from minivllm.distributed.shared_memory import create_group_memory
+from minivllm.errors import WorkerError
+
+GRACE_SECONDS = 1.0
+"""How long a process may take to end by itself."""
+_PR_SET_PDEATHSIG = 1
+
+
+class ProcessRing:
+    """What `ranks.Ring` is between threads, between processes.
+
+    Attributes:
+        rank, world_size: This one, and how many there are.
+        num_bytes, num_messages: What it has sent.
+    """
+
+    def __init__(self, rank: int, queues: list[QueueEnds]) -> None:
+        self.rank, self.world_size = rank, len(queues)
+        self.num_bytes = self.num_messages = 0
+        before = queues[rank - 1]
+        self._next = QueueWriter(queues[rank].memory, [queues[rank].bells[0][1]])
+        self._before = QueueReader(before.memory, before.bells[0][0])
+        for number, queue in enumerate(queues):
+            keep = [queue.bells[0][1]] if number == rank else []
+            keep += [queue.bells[0][0]] if queue is before else []
+            queue.close(but=keep)
+
+    def send(self, x: Tensor) -> None:
+        """Send a tensor to the next rank; up to a megabyte, this returns at once."""
+        x = x.detach().contiguous()
+        self.num_bytes, self.num_messages = self.num_bytes + x.nbytes, self.num_messages + 1
+        self._next.write(pickle.dumps((x.dtype, tuple(x.shape))) + x.reshape(-1).view(torch.uint8).numpy().tobytes())
+
+    def receive(self) -> Tensor:
+        """The next tensor from the rank before."""
+        try:
+            data = self._before.read()
+        except EOFError:
+            raise WorkerError(f"Rank {(self.rank - 1) % self.world_size} has ended, and rank {self.rank} waits for it.") from None
+        assert data is not None
+        dtype, shape = pickle.loads(data)
+        numbers = bytearray(data[len(pickle.dumps((dtype, shape))) :])
+        return torch.frombuffer(numbers, dtype=dtype).view(shape) if numbers else torch.empty(shape, dtype=dtype)
+
+
+class WorkerLink:
+    """A worker's end of its link to the executor."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def receive(self) -> bytes:
+        """The next message. Raises EOFError when the executor is gone."""
+        return self._connection.recv_bytes()
+
+    def send(self, data: bytes) -> None:
+        """Answer the executor."""
+        self._connection.send_bytes(data)
+
+
+class RankProcesses:
+    """Processes, one for each rank, and this process's links to them. Use it in a `with` statement, which ends them.
+
+    Args:
+        world_size: How many.
+        run: Called in each process, with its ring, its `WorkerLink`, and a file descriptor of memory for a `SharedMemoryGroup`.
+    """
+
+    def __init__(self, world_size: int, run: Callable[[ProcessRing, WorkerLink, int], None]) -> None:
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        context, memory = multiprocessing.get_context("fork"), create_group_memory(world_size)
+        queues: list[QueueEnds] = []
+        try:
+            queues += [QueueEnds.create(1) for _ in range(world_size)]
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                self._connections.append(ours)
+                process = context.Process(target=self._run, args=(run, rank, queues, theirs, memory, os.getpid()), daemon=True)
+                with warnings.catch_warnings():  # later versions of Python warn of a fork when there are threads
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    process.start()
+                self._processes.append(process)
+                theirs.close()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(memory)
+            for queue in queues:
+                queue.close()
+
+    def _run(self, run: Any, rank: int, queues: list[QueueEnds], connection: Connection, memory: int, parent: int) -> None:
+        """In the new process."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the notebook, which ends this one
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return
+        for ours in self._connections:
+            ours.close()
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the rest of this process
+        logging.disable()
+        torch.set_num_threads(1)
+        ring = ProcessRing(rank, queues)
+        with contextlib.suppress(EOFError, BrokenPipeError):
+            run(ring, WorkerLink(connection), memory)
+        os._exit(0)
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    @property
+    def process_ids(self) -> list[int]:
+        """By rank."""
+        return [process.pid for process in self._processes]
+
+    def send(self, rank: int, data: bytes) -> None:
+        """Send a message to a rank. If it has ended, `wait` says so."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._connections[rank].send_bytes(data)
+
+    def receive(self, rank: int) -> bytes:
+        """The next message of a rank. Raises EOFError if it has ended."""
+        try:
+            return self._connections[rank].recv_bytes()
+        except ConnectionResetError:
+            raise EOFError from None
+
+    def wait(self, seconds: float | None = None) -> list[int]:
+        """The ranks that have something to read, a message or their end; none if nothing comes within so many seconds."""
+        ready = wait(self._connections, seconds)
+        return [rank for rank, connection in enumerate(self._connections) if connection in ready]
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank, as the operating system does when memory runs out."""
+        self._processes[rank].kill()
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(GRACE_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._connections, self._processes = [], []
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def run_on_ranks(world_size: int, function: Callable[[Any], Any], timeout: float = 60.0) -> list[Any]:
+    """Call a function on each rank, a process with one thread, with the package's `SharedMemoryGroup`. Returns their plain results, by rank.
+
+    Raises:
+        WorkerError: It raised, or took too long.
+    """
+    from minivllm.distributed.shared_memory_group import SharedMemoryGroup
+
+    def run(ring: ProcessRing, link: WorkerLink, memory: int) -> None:
+        try:
+            result = True, function(SharedMemoryGroup(memory, ring.rank, world_size, timeout))
+        except Exception as error:
+            result = False, f"Rank {ring.rank}: {type(error).__name__}: {error}"
+        link.send(pickle.dumps(result))
+
+    results: list[Any] = [None] * world_size
+    with RankProcesses(world_size, run) as processes:
+        for rank in range(world_size):
+            if not wait([processes._connections[rank]], timeout):
+                raise WorkerError(f"Rank {rank} has not answered within {timeout:g} s.")
+            try:
+                succeeded, results[rank] = pickle.loads(processes.receive(rank))
+            except EOFError:
+                raise WorkerError(f"Rank {rank} has ended.") from None
+            if not succeeded:
+                raise WorkerError(results[rank])
+    return results
