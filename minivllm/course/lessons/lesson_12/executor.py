@@ -146,6 +146,9 @@ class ScriptedLinks:
             raise KeyboardInterrupt
         ranks = [rank for rank, coming in enumerate(self._coming) if coming]
         if not ranks and seconds is None:
+            told = max(map(len, self.sent))
+            if missed := [rank for rank in range(self._world_size) if len(self.sent[rank]) < told]:
+                fail(f"Expected: a message to every rank\nGot: none to rank {missed[0]}\nLook at call: all ranks compute every step.")
             fail("Expected: every call ends\nGot: links.wait(None) waits for ever, because no rank will write any more\n"
                  "Look at who is waited for, and at PATIENCE once a rank has failed.")  # fmt: skip
         ready = sorted(self._rng.sample(ranks, self._rng.randint(1, len(ranks)))) if ranks else []
@@ -225,7 +228,7 @@ def check_executor(cls: Any) -> None:
                 about, expected = "after", is_dead
             expect(said, "outcome of call", expected, got, _WHICH["late" if late and about == "answers" else about])
             sent = [[message[1:] for message in messages[before:]] for messages in links.sent]
-            expect(said, "messages to each rank", [[] if is_dead else [("work", (argument, number))]] * world_size, sent, "call: one message to every rank")
+            expect(said, "messages to each rank", [[] if is_dead else [("work", (argument, number))]] * world_size, sent, _WHICH["after"] if is_dead else "call: one message to every rank")
             is_dead = expected if about == "dead" else is_dead
         numbers = [message[0] for message in links.sent[0]]
         expect("All calls of an executor.", "different numbers", len(numbers), len(set(numbers)), "self.number: each message has its own")

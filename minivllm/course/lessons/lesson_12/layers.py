@@ -16,6 +16,8 @@ from minivllm.course.lessons.tensors import expect_close
 from minivllm.course.observations import expect, rounds
 from minivllm.distributed.partition import split_heads, split_units
 
+_SIZES = (1, 2, 2, 2, 3, 3, 4)
+"""Numbers of ranks, the usual ones more often."""
 _ONE_SUM = "how often the ranks meet: one all_reduce, of the product of the second weight, and nothing before it"
 _KEPT = "what load keeps: a copy of this rank's part. A slice is a view, and keeps the whole weight in memory: .clone() it"
 
@@ -52,7 +54,7 @@ def check_row(cls: Any) -> None:
     """Each rank multiplies its inputs; the sum over ranks, and the bias once."""
     look = "forward: the product of this rank's inputs and its columns, summed by self.group.all_reduce"
     for rng in rounds("row", 40):
-        world_size, num_outputs, num_tokens = rng.randint(1, 4), rng.randint(2, 6), rng.randint(1, 4)
+        world_size, num_outputs, num_tokens = rng.choice(_SIZES), rng.randint(2, 6), rng.randint(1, 4)
         num_inputs = rng.randint(world_size, 9)
         weight, x = make_tensor(rng, num_outputs, num_inputs), make_tensor(rng, num_tokens, num_inputs)
         bias = make_tensor(rng, num_outputs) if rng.random() < 0.6 else None
@@ -68,11 +70,13 @@ def check_row(cls: Any) -> None:
         product = F.linear(x, weight)
         expected = product if bias is None else product + bias
         suspects = [] if bias is None else [(product + world_size * bias, "the bias: it is added on every rank, and the sum has it as often"), (product, "the bias: nobody adds it")]  # fmt: skip
+        parted = [F.linear(x[:, part.start : part.stop], weight[:, part.start : part.stop]) for part in parts]
         for rank, (layer, output) in enumerate(results):
             where = f"{said} Rank {rank}."
             columns = weight[:, parts[rank].start : parts[rank].stop].contiguous()
             expect_part(where, layer, columns, "load: this rank's columns of the weight, which multiply its inputs")
-            expect_close(where, "output", expected, output, look, suspects)
+            alone = [(parted[rank] if bias is None else parted[rank] + bias, "the sum over the ranks: this is one rank's part")]
+            expect_close(where, "output", expected, output, look, suspects + alone)
             expect(where, "equal bits on all ranks", True, bool(torch.equal(output, results[0][1])), "what is added after the sum")
         _expect_one_sum(said, groups, expected)
 
@@ -92,7 +96,7 @@ def check_mlp(cls: Any) -> None:
     """Gate and up by outputs, down by inputs, one sum."""
     look = "which channels a rank has: the same of gate, of up, and of down's inputs"
     for rng in rounds("mlp", 25):
-        world_size, hidden, num_tokens = rng.randint(1, 4), rng.randint(2, 6), rng.randint(1, 4)
+        world_size, hidden, num_tokens = rng.choice(_SIZES), rng.randint(2, 6), rng.randint(1, 4)
         width = rng.randint(world_size, 11)
         gate, up, down = make_tensor(rng, width, hidden), make_tensor(rng, width, hidden), make_tensor(rng, hidden, width)
         x = make_tensor(rng, num_tokens, hidden)
@@ -106,9 +110,9 @@ def check_mlp(cls: Any) -> None:
 
         results, groups = run_groups(world_size, run, said)
         expected = F.linear(silu_and_mul(F.linear(x, torch.cat([gate, up]))), down)
+        _expect_one_sum(said, groups, expected)
         for rank, output in enumerate(results):
             expect_close(f"{said} Rank {rank}.", "output", expected, output, look)
-        _expect_one_sum(said, groups, expected)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -154,7 +158,7 @@ def check_embedding(cls: Any) -> None:
     """A rank looks up its own tokens; the others' rows are zeros there."""
     look = "tokens of other ranks: their rows are zeros here, and their numbers are not indices into this rank's rows"
     for rng in rounds("embedding", 30):
-        world_size, hidden = rng.randint(1, 4), rng.randint(2, 5)
+        world_size, hidden = rng.choice(_SIZES), rng.randint(2, 5)
         vocab_size = rng.randint(world_size, 20)
         weight = make_tensor(rng, vocab_size, hidden)
         ids = torch.tensor([0, vocab_size - 1, *(rng.randrange(vocab_size) for _ in range(4))])
@@ -169,7 +173,9 @@ def check_embedding(cls: Any) -> None:
         for rank, (layer, output) in enumerate(results):
             where, part = f"{said} Rank {rank}.", split_units(vocab_size, world_size, rank)
             expect_part(where, layer, weight[part.start : part.stop], "load: the rows of this rank's tokens")
-            expect_close(where, "output", weight[ids], output, look)
+            elsewhere = torch.tensor([token not in part for token in ids.tolist()]).unsqueeze(1)
+            suspects = [(weight[ids].masked_fill(elsewhere, 0), "the sum over the ranks: this is one rank's part")]
+            expect_close(where, "output", weight[ids], output, look, suspects)
         _expect_one_sum(said, groups, weight[ids])
 
 
@@ -188,7 +194,7 @@ def _make_choice(rng: random.Random, num_rows: int, vocab_size: int) -> Callable
 def check_head(cls: Any) -> None:
     """All logits on rank 0, or only the best of each part."""
     for rng in rounds("head", 40):
-        world_size, hidden, num_rows = rng.randint(1, 4), rng.randint(2, 5), rng.randint(1, 4)
+        world_size, hidden, num_rows = rng.choice(_SIZES), rng.randint(2, 5), rng.randint(1, 4)
         vocab_size = rng.randint(world_size, 20)
         # whole numbers, so that products are exact in whatever way they are computed
         weight, x = make_tensor(rng, vocab_size, hidden, scale=3.0).round(), make_tensor(rng, num_rows, hidden, scale=3.0).round()
