@@ -48,6 +48,7 @@ _ATTENTION = "platform.make_attention(shape.{}, shape.{}, shape.head_dim)"
 _ANY_ORDER = "the order of the two does not matter"
 _ONE_AXIS = "a block of one dimension has one axis"
 _GIVEN = "given: whether Numba checks indices"
+_NUMBERS = "any numbers will do that differ from message to message"
 _SAME_SHAPE = "keys and values have the same shape"
 EQUIVALENT: dict[str, dict[str, str]] = {
     "01": {
@@ -129,6 +130,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
         "runner: tokens = iter(()) → pass": "without a sampled row nobody asks for a token",
         "generate: True → False": "the lists are as long as they should be, so that strict finds nothing",
+    },
+    "12": {
+        "split: min(rank, more) → min(more, rank)": _ANY_ORDER,
+        "heads: world_size <= num_kv_heads → world_size < num_kv_heads": "with as many ranks as KV heads, both cases are the same",
+        "attention: num_kv_heads * head_dim → num_kv_heads // head_dim": "where the last weight of a stack ends does not matter",
+        "embedding: 0 → -1": "the row that is looked up for a token of another rank is replaced by zeros",
+        "head: super().__init__() → pass": "given: it has no parts that PyTorch must know",
+        "executor: self.number += 1 → self.number -= 1": _NUMBERS,
+        "executor: 0 → 1": _NUMBERS,
+        "executor: 0 → -1": _NUMBERS,
+        "executor: 1 → 2": _NUMBERS,
     },
 }
 """By lesson: the cell and what was changed in it, as `cell: old → new`, and why nobody can tell."""

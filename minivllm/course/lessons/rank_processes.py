@@ -26,8 +26,10 @@ from minivllm.distributed.message_queue import QueueEnds, QueueReader, QueueWrit
 from minivllm.distributed.shared_memory import create_group_memory
 from minivllm.errors import WorkerError
 
-GRACE_SECONDS = 1.0
-"""How long a process may take to end by itself."""
+MOST_SECONDS = 30.0
+"""How long a rank waits for its neighbour, and, twice that, how long its leader waits for it."""
+_MOST_ENDS = 1000
+"""How often the end of a rank is told: who asks again and again would never end."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -59,10 +61,11 @@ class ProcessRing:
     def receive(self) -> Tensor:
         """The next tensor from the rank before."""
         try:
-            data = self._before.read()
+            data = self._before.read(MOST_SECONDS)
         except EOFError:
             raise WorkerError(f"Rank {(self.rank - 1) % self.world_size} has ended, and rank {self.rank} waits for it.") from None
-        assert data is not None
+        if data is None:
+            raise WorkerError(f"Rank {self.rank} has waited {MOST_SECONDS:g} s for a message from rank {(self.rank - 1) % self.world_size}.")
         dtype, shape = pickle.loads(data)
         numbers = bytearray(data[len(pickle.dumps((dtype, shape))) :])
         return torch.frombuffer(numbers, dtype=dtype).view(shape) if numbers else torch.empty(shape, dtype=dtype)
@@ -94,6 +97,7 @@ class RankProcesses:
     def __init__(self, world_size: int, run: Callable[[ProcessRing, WorkerLink, int], None]) -> None:
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
+        self._num_ends = 0
         context, memory = multiprocessing.get_context("fork"), create_group_memory(world_size)
         queues: list[QueueEnds] = []
         try:
@@ -149,12 +153,21 @@ class RankProcesses:
         """The next message of a rank. Raises EOFError if it has ended."""
         try:
             return self._connections[rank].recv_bytes()
-        except ConnectionResetError:
+        except (EOFError, ConnectionResetError):
+            self._num_ends += 1
+            if self._num_ends > _MOST_ENDS:
+                raise WorkerError(f"Rank {rank} has ended, and is asked for messages again and again.") from None
             raise EOFError from None
 
     def wait(self, seconds: float | None = None) -> list[int]:
-        """The ranks that have something to read, a message or their end; none if nothing comes within so many seconds."""
-        ready = wait(self._connections, seconds)
+        """The ranks that have something to read, a message or their end; none if nothing comes within so many seconds.
+
+        Raises:
+            WorkerError: There is no limit, and nothing has come for a minute.
+        """
+        ready = wait(self._connections, 2 * MOST_SECONDS if seconds is None else seconds)
+        if not ready and seconds is None:
+            raise WorkerError(f"No rank has answered for {2 * MOST_SECONDS:g} s: they wait for each other, or for a message.")
         return [rank for rank, connection in enumerate(self._connections) if connection in ready]
 
     def kill(self, rank: int) -> None:
@@ -163,14 +176,12 @@ class RankProcesses:
 
     def close(self) -> None:
         """End the processes."""
+        for process in self._processes:  # they hold nothing that outlives them
+            process.kill()
+        for process in self._processes:
+            process.join()
         for connection in self._connections:
             connection.close()
-        for process in self._processes:
-            process.join(GRACE_SECONDS)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
         self._connections, self._processes = [], []
 
     def __enter__(self) -> RankProcesses:
@@ -181,7 +192,12 @@ class RankProcesses:
 
 
 def run_on_ranks(world_size: int, function: Callable[[Any], Any], timeout: float = 60.0) -> list[Any]:
-    """Call a function on each rank, a process with one thread, with the package's `SharedMemoryGroup`. Returns their plain results, by rank.
+    """Call a function on each rank, a process with one thread. Returns their plain results, by rank.
+
+    Args:
+        world_size: The number of ranks.
+        function: Gets the package's `SharedMemoryGroup`; its attribute `ring` is a `ProcessRing`.
+        timeout: In seconds.
 
     Raises:
         WorkerError: It raised, or took too long.
@@ -190,7 +206,9 @@ def run_on_ranks(world_size: int, function: Callable[[Any], Any], timeout: float
 
     def run(ring: ProcessRing, link: WorkerLink, memory: int) -> None:
         try:
-            result = True, function(SharedMemoryGroup(memory, ring.rank, world_size, timeout))
+            group: Any = SharedMemoryGroup(memory, ring.rank, world_size, timeout)
+            group.ring = ring
+            result = True, function(group)
         except Exception as error:
             result = False, f"Rank {ring.rank}: {type(error).__name__}: {error}"
         link.send(pickle.dumps(result))

@@ -6,6 +6,7 @@ They know who waits for whom. If nobody can go on, all are told at once, so a de
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from minivllm.course.observations import fail
 from minivllm.distributed.parallel_state import GroupCoordinator
 
-MOST_SECONDS = 20.0
+MOST_SECONDS = 10.0
 """After this time ranks that still compute are given up."""
 
 
@@ -193,8 +194,9 @@ def _run(world: World, function: Callable[[Any], Any], ends: list[Any], said: st
     try:
         for thread in threads:
             thread.start()
+        end = time.monotonic() + MOST_SECONDS
         for thread in threads:
-            thread.join(MOST_SECONDS)
+            thread.join(max(0.0, end - time.monotonic()))
     finally:
         world.stop("the others were given up")
     for rank in sorted(errors):

@@ -122,6 +122,7 @@ class ScriptedLinks:
         self.interrupt = False
         self._coming: list[list[bytes | None]] = [[] for _ in range(world_size)]
         self._readable: set[int] = set()
+        self._num_waits = 0
 
     def __len__(self) -> int:
         return self._world_size
@@ -144,6 +145,9 @@ class ScriptedLinks:
         if self.interrupt:
             self.interrupt = False
             raise KeyboardInterrupt
+        self._num_waits += 1
+        if self._num_waits > 1000:
+            fail("Expected: every call ends\nGot: the executor waits again and again\nLook at what it does when receive raises an EOFError.")
         ranks = [rank for rank, coming in enumerate(self._coming) if coming]
         if not ranks and seconds is None:
             told = max(map(len, self.sent))
@@ -247,6 +251,7 @@ def _check_rest(cls: Any) -> None:
         links.values = [[f"token of rank {rank}"] for rank in range(len(links))]
         look = "execute_model: all ranks compute the step, and rank 0 alone samples"
         expect("execute_model(request).", "outputs", links.values[0], executor.execute_model("request"), look)
+        executor.initialize_cache(*expected)
         calls = [message[1:] for message in links.sent[-1]]
-        expected_calls = [("determine_num_available_blocks", ()), ("execute_model", ("request",))]
-        expect("Both methods were called.", "messages to the last rank", expected_calls, calls, look)
+        expected_calls = [("determine_num_available_blocks", ()), ("execute_model", ("request",)), ("initialize_cache", expected)]
+        expect("All methods were called.", "messages to the last rank", expected_calls, calls, look)
