@@ -136,7 +136,7 @@ class MemoryGroup(GroupCoordinator):
     def _gather(self, x: Tensor, sizes: Sequence[int], dst: int | None) -> list[Tensor]:
         parts = [part.reshape(-1) for part in self._meet("gather", x)]
         if [part.numel() for part in parts] != list(sizes):
-            raise ValueError(f"The ranks give gather {[part.numel() for part in parts]} numbers, but should give {list(sizes)}.")
+            raise ValueError(f"The ranks give gather {[part.numel() for part in parts]} numbers, but were said to give {list(sizes)}: look at sizes.")
         return parts
 
     def _broadcast(self, x: Tensor, src: int) -> None:

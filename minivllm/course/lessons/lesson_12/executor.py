@@ -89,10 +89,13 @@ def check_serve(serve: Any) -> None:
         messages = [(first + i, *call) for i, call in enumerate(calls)]
         link, worker, other = WorkersLink([encode(message) for message in messages]), *(_Worker(random.Random(seed)) for _ in "ab")
         serve(worker, link)
-        said = f"The messages {messages}, then the executor is gone."
+        said = f"{len(messages)} messages, then the executor is gone."
         expected = [(number, *_try(other, method, arguments)) for number, method, arguments in messages]
         expect(said, "calls of the worker", other.did, worker.did, "getattr(worker, method)(*arguments), once for each message")
-        expect(said, "answers", expected, [tuple(answer) if isinstance(answer, (tuple, list)) else answer for answer in link.sent], look)
+        got = [tuple(answer) if isinstance(answer, (tuple, list)) else answer for answer in link.sent]
+        for message, right, mine in zip(messages, expected, got, strict=False):
+            expect(f"The message {message}.", "answer", right, mine, look)
+        expect(said, "number of answers", len(messages), len(got), look)
         expect(said, "waits for more", True, link.has_ended, "the loop: it ends with the EOFError of receive, not before")
 
 
@@ -213,13 +216,13 @@ def check_executor(cls: Any) -> None:
     for rng in rounds("executor", 60):
         world_size, is_dead = rng.randint(1, 4), ""
         links = ScriptedLinks(rng, world_size)
-        executor = cls(links)
+        executor, was_late = cls(links), ""
         for number in range(1, 6):
             links.script, links.values = make_script(rng, world_size), [rng.randint(0, 99) for _ in range(world_size)]
             argument, before, late = rng.randint(0, 99), len(links.sent[0]), not is_dead and rng.random() < 0.2
-            said = f"Call {number} on {world_size} ranks, which do: {', '.join(links.script)}."
+            was_late = " The wait for an earlier call was interrupted by Ctrl-C, so its answers come now." if late else was_late
+            said = f"Call {number} on {world_size} ranks, which do: {', '.join(links.script)}.{was_late}"
             if late:
-                said += " The wait for the call before was interrupted by Ctrl-C, so its answers come now."
                 script, links.script, links.interrupt = links.script, ["ok"] * world_size, True
                 try:
                     executor.call("interrupted", number)
@@ -230,7 +233,7 @@ def check_executor(cls: Any) -> None:
             about, expected = _expected(links.script, links.values)
             if is_dead:
                 about, expected = "after", is_dead
-            expect(said, "outcome of call", expected, got, _WHICH["late" if late and about == "answers" else about])
+            expect(said, "outcome of call", expected, got, _WHICH["late" if was_late and about == "answers" else about])
             sent = [[message[1:] for message in messages[before:]] for messages in links.sent]
             expect(said, "messages to each rank", [[] if is_dead else [("work", (argument, number))]] * world_size, sent, _WHICH["after"] if is_dead else "call: one message to every rank")
             is_dead = expected if about == "dead" else is_dead

@@ -144,13 +144,14 @@ def check_attention(cls: Any) -> None:
             return layer(x.clone(), attend_here)
 
         results, groups = run_groups(world_size, run, said)
-        whole = attend(*(part.view(num_tokens, -1, head_dim) for part in F.linear(x, qkv).split(sizes, dim=1)))
-        expected = F.linear(whole.reshape(num_tokens, -1), o)
+        q, k, v = (part.view(num_tokens, -1, head_dim) for part in F.linear(x, qkv).split(sizes, dim=1))
+        expected = F.linear(attend(q, k, v).reshape(num_tokens, -1), o)
+        suspects = [(F.linear(attend(q, v, k).reshape(num_tokens, -1), o), "keys and values, which are exchanged")]
         for rank, output in enumerate(results):
             where, heads = f"{said} Rank {rank}.", split_heads(num_heads, num_kv_heads, world_size, rank)
             shapes = [[num_tokens, len(part), head_dim] for part in (heads.query, heads.kv, heads.kv)]
             expect(where, "shapes of q, k and v given to attend", shapes, seen.get(rank), "this rank's heads, split_heads(...)")
-            expect_close(where, "output", expected, output, look)
+            expect_close(where, "output", expected, output, look, suspects)
         _expect_one_sum(said, groups, expected)
 
 
