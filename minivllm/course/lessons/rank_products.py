@@ -17,7 +17,7 @@ NUM_LAYERS = 8
 
 
 class Products:
-    """This rank's part of the weights of some layers and of the head, with random numbers, and their products. Their results are not summed.
+    """This rank's part of the weights of some layers and of the head, with made-up numbers, and their products. Their results are not summed.
 
     Args:
         config: Of the model.
@@ -39,7 +39,7 @@ class Products:
             self._layers.append(([qkv, out], [up, down]))
         self._head = [Linear(hidden, config.vocab_size, False, self._platform, rows=[split(config.vocab_size, world_size, rank)])]
         for layer in [*(layer for halves in self._layers for half in halves for layer in half), *self._head]:
-            layer.weight.data.normal_()
+            layer.weight.data.fill_(0.01)
             layer.process_weights_after_loading()
 
     @torch.inference_mode()
