@@ -53,7 +53,9 @@ def draw_equations(lines: Sequence[Sequence[Matrix | str]]) -> Figure:
         lines: Of each, matrices and the signs between them.
     """
     heights = [max(len(part.cells) for part in line if isinstance(part, Matrix)) * _CELL + 0.42 for line in lines]
-    widths = [sum(0.35 + part.cells.shape[1] if isinstance(part, Matrix) else 0.7 + 0.42 * len(part) for part in line) for line in lines]
+    widths = [
+        sum(0.35 + part.cells.shape[1] if isinstance(part, Matrix) else 0.7 + 0.42 * len(part) for part in line) for line in lines
+    ]
     width = min(WIDTH - 0.2, (0.3 + max(widths)) * _CELL + 1.1)
     figure = Figure(figsize=(width + 0.2, sum(heights) + 0.1))
     axes = figure.add_axes((0.1 / (width + 0.2), 0.0, width / (width + 0.2), 1.0))
@@ -76,7 +78,10 @@ def draw_equations(lines: Sequence[Sequence[Matrix | str]]) -> Figure:
             left += num_columns + 0.35
         top += height
     if ranks:
-        patches = [Patch(facecolor=tint(REQUEST_COLORS[rank], 0.45), edgecolor=INK, linewidth=0.5, label=f"rank {rank}") for rank in sorted(ranks)]
+        patches = [
+            Patch(facecolor=tint(REQUEST_COLORS[rank], 0.45), edgecolor=INK, linewidth=0.5, label=f"rank {rank}")
+            for rank in sorted(ranks)
+        ]
         axes.legend(handles=patches, loc="upper right", fontsize=8, frameon=False, borderaxespad=0.3)
     return figure
 
@@ -132,7 +137,9 @@ def draw_transfers(ways: Mapping[str, Sequence[Transfer]], num_bytes: float) -> 
         busiest = max(sum(m.num_bytes for m in messages if rank == m.source) for rank in range(num_ranks)) / num_bytes
         rounds = 1 + max(message.round for message in messages)
         tidy(axes, "rounds", "")
-        axes.set_title(f"{name}\n{rounds} round{'s' if rounds > 1 else ''}; the busiest sends {busiest:.3g} tensors", fontsize=8.5, color=INK)
+        axes.set_title(
+            f"{name}\n{rounds} round{'s' if rounds > 1 else ''}; the busiest sends {busiest:.3g} tensors", fontsize=8.5, color=INK
+        )
         axes.tick_params(axis="y", length=0)
     return figure
 
@@ -149,9 +156,19 @@ def draw_fit(sizes: Sequence[float], seconds: Sequence[float], latency: float, b
     figure = new_figure(3.0, "", top=0.3)
     axes = figure.subplots()
     curve = np.geomspace(min(sizes), max(sizes), 60)
-    axes.plot(curve, 1e6 * (latency + curve / bandwidth), color=REQUEST_COLORS[0], linewidth=1.6, label="latency + bytes / bandwidth")
+    axes.plot(
+        curve, 1e6 * (latency + curve / bandwidth), color=REQUEST_COLORS[0], linewidth=1.6, label="latency + bytes / bandwidth"
+    )
     axes.axhline(1e6 * latency, color=PALE, linewidth=1.0, linestyle="--", zorder=1)
-    axes.plot(sizes, [1e6 * moment for moment in seconds], "o", color=REQUEST_COLORS[1], markeredgecolor=INK, markeredgewidth=0.5, label="measured")
+    axes.plot(
+        sizes,
+        [1e6 * moment for moment in seconds],
+        "o",
+        color=REQUEST_COLORS[1],
+        markeredgecolor=INK,
+        markeredgewidth=0.5,
+        label="measured",
+    )
     axes.set(xscale="log", yscale="log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
@@ -173,7 +190,11 @@ def draw_pipeline(num_stages: int, nums_batches: Sequence[int]) -> Figure:
     panels = figure.subplots(1, len(nums_batches), squeeze=False)[0]
     for axes, num_batches in zip(panels, nums_batches, strict=True):
         length = num_stages + num_batches - 1
-        boxes = [(stage + batch, stage + batch + 1, stage + 0.4, stage - 0.4) for stage in range(num_stages) for batch in range(num_batches)]
+        boxes = [
+            (stage + batch, stage + batch + 1, stage + 0.4, stage - 0.4)
+            for stage in range(num_stages)
+            for batch in range(num_batches)
+        ]
         colors = [REQUEST_COLORS[batch % len(REQUEST_COLORS)] for _ in range(num_stages) for batch in range(num_batches)]
         add_boxes(axes, boxes, colors, edge="#FFFFFF", line_width=0.8)
         if num_batches <= 8:
@@ -207,7 +228,9 @@ def draw_step_times(
             axes.plot(batches, heights, color=color, linestyle=("-", "--", ":")[i % 3], linewidth=1.8, label=f"{name}, predicted")
         if name in measured:
             heights = [1e3 * moment for moment in measured[name]]
-            axes.plot(batches, heights, "os^"[i % 3], color=color, markeredgecolor=INK, markeredgewidth=0.5, label=f"{name}, measured")
+            axes.plot(
+                batches, heights, "os^"[i % 3], color=color, markeredgecolor=INK, markeredgewidth=0.5, label=f"{name}, measured"
+            )
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.minorticks_off()

@@ -54,7 +54,14 @@ def test_a_fit_is_the_line_it_is_said_to_be():
 def test_a_pipeline_is_idle_while_it_fills_and_empties():
     assert titles(draw_pipeline(4, (1, 4, 16))) == ["1 batch: 75% idle", "4 batches: 43% idle", "16 batches: 16% idle"]
     boxes = draw_pipeline(2, (3,)).axes[0].collections[0].get_paths()
-    assert sorted((path.vertices[:, 0].min(), path.vertices[:, 1].mean().round()) for path in boxes) == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (3, 1)]
+    assert sorted((path.vertices[:, 0].min(), path.vertices[:, 1].mean().round()) for path in boxes) == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+        (3, 1),
+    ]
 
 
 def test_step_times_have_one_colour_for_each_number_of_ranks():

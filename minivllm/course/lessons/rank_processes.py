@@ -65,7 +65,9 @@ class ProcessRing:
         except EOFError:
             raise WorkerError(f"Rank {(self.rank - 1) % self.world_size} has ended, and rank {self.rank} waits for it.") from None
         if data is None:
-            raise WorkerError(f"Rank {self.rank} has waited {MOST_SECONDS:g} s for a message from rank {(self.rank - 1) % self.world_size}.")
+            raise WorkerError(
+                f"Rank {self.rank} has waited {MOST_SECONDS:g} s for a message from rank {(self.rank - 1) % self.world_size}."
+            )
         dtype, shape = pickle.loads(data)
         numbers = bytearray(data[len(pickle.dumps((dtype, shape))) :])
         return torch.frombuffer(numbers, dtype=dtype).view(shape) if numbers else torch.empty(shape, dtype=dtype)

@@ -45,7 +45,9 @@ class Products:
     @torch.inference_mode()
     def run(self, rows: int, group: GroupCoordinator) -> float:
         """Seconds of all products of a step with so many rows. The ranks meet after each half of a layer, as in a step, but sum only one number."""
-        inputs = {layer.in_features: torch.randn(rows, layer.in_features) for half in (*self._layers[0], self._head) for layer in half}
+        inputs = {
+            layer.in_features: torch.randn(rows, layer.in_features) for half in (*self._layers[0], self._head) for layer in half
+        }
         one = torch.zeros(1)
         group.all_reduce(one)  # begin together
         start = time.perf_counter()

@@ -136,7 +136,9 @@ class MemoryGroup(GroupCoordinator):
     def _gather(self, x: Tensor, sizes: Sequence[int], dst: int | None) -> list[Tensor]:
         parts = [part.reshape(-1) for part in self._meet("gather", x)]
         if [part.numel() for part in parts] != list(sizes):
-            raise ValueError(f"The ranks give gather {[part.numel() for part in parts]} numbers, but were said to give {list(sizes)}: look at sizes.")
+            raise ValueError(
+                f"The ranks give gather {[part.numel() for part in parts]} numbers, but were said to give {list(sizes)}: look at sizes."
+            )
         return parts
 
     def _broadcast(self, x: Tensor, src: int) -> None:
@@ -203,7 +205,9 @@ def _run(world: World, function: Callable[[Any], Any], ends: list[Any], said: st
         if not isinstance(errors[rank], Stuck):
             raise errors[rank]
     if any(thread.is_alive() for thread in threads):
-        fail(f"{said}\nExpected: all ranks return\nGot: one still computes after {MOST_SECONDS:g} s\nLook at loops that do not end.")
+        fail(
+            f"{said}\nExpected: all ranks return\nGot: one still computes after {MOST_SECONDS:g} s\nLook at loops that do not end."
+        )
     if errors:
         fail(f"{said}\nExpected: all ranks return\nGot: {world.stuck}\nLook at {look}.")
     return results

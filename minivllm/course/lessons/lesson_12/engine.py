@@ -138,7 +138,13 @@ def _generate(engine: LLMEngine) -> list[list[int]]:
     tokens: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            expect(f"Request {output.request_id}: {REQUESTS[int(output.request_id)][0]!r}.", "error", None, output.error, "what the error names, on the rank that it names")
+            expect(
+                f"Request {output.request_id}: {REQUESTS[int(output.request_id)][0]!r}.",
+                "error",
+                None,
+                output.error,
+                "what the error names, on the rank that it names",
+            )
             tokens[output.request_id] = list(output.outputs[0].token_ids)
     return [tokens[str(number)] for number in range(len(REQUESTS))]
 

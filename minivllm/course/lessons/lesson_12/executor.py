@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
+import contextlib
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from minivllm.course.observations import expect, fail, rounds
+from minivllm.course.lessons.rank_links import ScriptedLinks, WorkersLink, encode
+from minivllm.course.observations import expect, rounds
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, WorkerError
 
 _WHICH = {
@@ -21,14 +22,8 @@ _WHICH = {
 }
 
 
-def encode(value: Any) -> bytes:
-    """Plain data as bytes."""
-    return pickle.dumps(value)
-
-
-def decode(data: bytes) -> Any:
-    """The inverse of `encode`. Only for what processes of your own have sent: a pickle from a stranger can run anything."""
-    return pickle.loads(data)
+_ANSWER = "serve: one answer for each message, with its number; an error in the worker is an answer, and the loop goes on"
+_LEAST = "the rank with the least room: every rank holds a part of every block"
 
 
 # -- the worker's side -----------------------------------------------------------------------------------------------
@@ -55,48 +50,27 @@ class _Worker:
         self.did.append((num_gpu_blocks, num_cpu_blocks))
 
 
-@dataclass
-class WorkersLink:
-    """The worker's end of a link, with messages to read. After the last one, the executor is gone."""
-
-    messages: list[bytes]
-    sent: list[Any] = field(default_factory=list)
-    has_ended: bool = False
-
-    def receive(self) -> bytes:
-        """The next message."""
-        if not self.messages:
-            if self.has_ended:
-                fail("Expected: serve returns when receive raises EOFError\nGot: it reads again\nLook at the end of the loop.")
-            self.has_ended = True
-            raise EOFError
-        return self.messages.pop(0)
-
-    def send(self, data: bytes) -> None:
-        """Answer."""
-        self.sent.append(decode(data) if isinstance(data, bytes) else f"not bytes: {data!r}")
-
-
 def check_serve(serve: Any) -> None:
     """A worker answers each message, and goes on after an error."""
-    look = "serve: one answer for each message, with its number; an error in the worker is an answer, and the loop goes on"
     for rng in rounds("serve", 30):
         first = rng.randint(1, 99)
-        calls = [("determine_num_available_blocks", ()), ("initialize_cache", (rng.randint(1, 9), 0)), ("explode", ())]
-        calls += [("execute_model", ([rng.randint(1, 9)],)) for _ in range(4)]
+        calls: list[tuple[str, tuple[Any, ...]]] = [("determine_num_available_blocks", ()), ("explode", ())]
+        calls += [("initialize_cache", (rng.randint(1, 9), 0)), *(("execute_model", ([rng.randint(1, 9)],)) for _ in range(4))]
         rng.shuffle(calls)
-        seed = rng.getrandbits(32)
-        messages = [(first + i, *call) for i, call in enumerate(calls)]
-        link, worker, other = WorkersLink([encode(message) for message in messages]), *(_Worker(random.Random(seed)) for _ in "ab")
-        serve(worker, link)
-        said = f"{len(messages)} messages, then the executor is gone."
-        expected = [(number, *_try(other, method, arguments)) for number, method, arguments in messages]
-        expect(said, "calls of the worker", other.did, worker.did, "getattr(worker, method)(*arguments), once for each message")
-        got = [tuple(answer) if isinstance(answer, (tuple, list)) else answer for answer in link.sent]
-        for message, right, mine in zip(messages, expected, got, strict=False):
-            expect(f"The message {message}.", "answer", right, mine, look)
-        expect(said, "number of answers", len(messages), len(got), look)
-        expect(said, "waits for more", True, link.has_ended, "the loop: it ends with the EOFError of receive, not before")
+        _check_answers(serve, [(first + i, *call) for i, call in enumerate(calls)], rng.getrandbits(32))
+
+
+def _check_answers(serve: Any, messages: list[Any], seed: int) -> None:
+    link, worker, other = WorkersLink([encode(message) for message in messages]), *(_Worker(random.Random(seed)) for _ in "ab")
+    serve(worker, link)
+    said = f"{len(messages)} messages, then the executor is gone."
+    expected = [(number, *_try(other, method, arguments)) for number, method, arguments in messages]
+    expect(said, "calls of the worker", other.did, worker.did, "getattr(worker, method)(*arguments), once for each message")
+    got = [tuple(answer) if isinstance(answer, (tuple, list)) else answer for answer in link.sent]
+    for message, right, mine in zip(messages, expected, got, strict=False):
+        expect(f"The message {message}.", "answer", right, mine, _ANSWER)
+    expect(said, "number of answers", len(messages), len(got), _ANSWER)
+    expect(said, "waits for more", True, link.has_ended, "the loop: it ends with the EOFError of receive, not before")
 
 
 def _try(worker: Any, method: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
@@ -107,72 +81,6 @@ def _try(worker: Any, method: str, arguments: tuple[Any, ...]) -> tuple[bool, An
 
 
 # -- the executor's side ---------------------------------------------------------------------------------------------
-
-
-class ScriptedLinks:
-    """Links to workers that do what a script says, in a random order.
-
-    Attributes:
-        script: What each rank does with the next message: "ok", "error", "waits" (for the others, for ever) or "ends".
-        sent: The messages, by rank.
-    """
-
-    def __init__(self, rng: random.Random, world_size: int) -> None:
-        self._rng, self._world_size = rng, world_size
-        self.script: list[str] = []
-        self.values: list[Any] = []
-        self.sent: list[list[Any]] = [[] for _ in range(world_size)]
-        self.interrupt = False
-        self._coming: list[list[bytes | None]] = [[] for _ in range(world_size)]
-        self._readable: set[int] = set()
-        self._num_waits = 0
-
-    def __len__(self) -> int:
-        return self._world_size
-
-    def send(self, rank: int, data: bytes) -> None:
-        """A message to a rank."""
-        if not isinstance(data, bytes):
-            fail(f"Expected: bytes given to links.send\nGot: {type(data).__name__}\nLook at encode, which makes bytes of plain data.")
-        number, method, arguments = decode(data)
-        self.sent[rank].append((number, method, tuple(arguments)))
-        what = self.script[rank]
-        if what == "ends":
-            self._coming[rank].append(None)
-        elif what != "waits":
-            value = self.values[rank] if what == "ok" else f"ValueError: {self.values[rank]}"
-            self._coming[rank].append(encode((number, what == "ok", value)))
-
-    def wait(self, seconds: float | None = None) -> list[int]:
-        """Ranks with something to read."""
-        if self.interrupt:
-            self.interrupt = False
-            raise KeyboardInterrupt
-        self._num_waits += 1
-        if self._num_waits > 1000:
-            fail("Expected: every call ends\nGot: the executor waits again and again\nLook at what it does when receive raises an EOFError.")
-        ranks = [rank for rank, coming in enumerate(self._coming) if coming]
-        if not ranks and seconds is None:
-            told = max(map(len, self.sent))
-            if missed := [rank for rank in range(self._world_size) if len(self.sent[rank]) < told]:
-                fail(f"Expected: a message to every rank\nGot: none to rank {missed[0]}\nLook at call: all ranks compute every step.")
-            fail("Expected: every call ends\nGot: links.wait(None) waits for ever, because no rank will write any more\n"
-                 "Look at who is waited for, and at PATIENCE once a rank has failed.")  # fmt: skip
-        ready = sorted(self._rng.sample(ranks, self._rng.randint(1, len(ranks)))) if ranks else []
-        self._readable = set(ready)
-        return ready
-
-    def receive(self, rank: int) -> bytes:
-        """What a rank has written. Raises EOFError if it has ended."""
-        if rank not in self._readable:
-            fail(f"Expected: receive for ranks that wait() has named, once each\nGot: receive({rank}), which hangs if it has nothing to say\n"
-                 "Look at what links.wait returns.")  # fmt: skip
-        self._readable.discard(rank)
-        data = self._coming[rank].pop(0)
-        if data is None:
-            self._coming[rank].append(None)
-            raise EOFError
-        return data
 
 
 def _outcome(call: Callable[[], Any]) -> Any:
@@ -214,47 +122,56 @@ def make_script(rng: random.Random, world_size: int) -> list[str]:
 def check_executor(cls: Any) -> None:
     """A broadcast, answers by rank, errors after all have answered, and the end of a worker."""
     for rng in rounds("executor", 60):
-        world_size, is_dead = rng.randint(1, 4), ""
-        links = ScriptedLinks(rng, world_size)
-        executor, was_late = cls(links), ""
-        for number in range(1, 6):
-            links.script, links.values = make_script(rng, world_size), [rng.randint(0, 99) for _ in range(world_size)]
-            argument, before, late = rng.randint(0, 99), len(links.sent[0]), not is_dead and rng.random() < 0.2
-            was_late = " The wait for an earlier call was interrupted by Ctrl-C, so its answers come now." if late else was_late
-            said = f"Call {number} on {world_size} ranks, which do: {', '.join(links.script)}.{was_late}"
-            if late:
-                script, links.script, links.interrupt = links.script, ["ok"] * world_size, True
-                try:
-                    executor.call("interrupted", number)
-                except KeyboardInterrupt:
-                    before += 1
-                links.script = script
-            got = _outcome(lambda: executor.call("work", argument, number))
-            about, expected = _expected(links.script, links.values)
-            if is_dead:
-                about, expected = "after", is_dead
-            expect(said, "outcome of call", expected, got, _WHICH["late" if was_late and about == "answers" else about])
-            sent = [[message[1:] for message in messages[before:]] for messages in links.sent]
-            expect(said, "messages to each rank", [[] if is_dead else [("work", (argument, number))]] * world_size, sent, _WHICH["after"] if is_dead else "call: one message to every rank")
-            is_dead = expected if about == "dead" else is_dead
-        numbers = [message[0] for message in links.sent[0]]
-        expect("All calls of an executor.", "different numbers", len(numbers), len(set(numbers)), "self.number: each message has its own")
-    _check_rest(cls)
-
-
-def _check_rest(cls: Any) -> None:
-    for rng in rounds("blocks", 20):
         links = ScriptedLinks(rng, rng.randint(1, 4))
-        executor, links.script = cls(links), ["ok"] * len(links)
-        links.values = [(rng.randint(1, 99), rng.randint(0, 99)) for _ in range(len(links))]
-        said = f"The ranks have room for {links.values} blocks (device, host)."
-        expected = tuple(min(sizes) for sizes in zip(*links.values, strict=True))
-        got = executor.determine_num_available_blocks()
-        expect(said, "blocks", expected, tuple(got) if isinstance(got, (tuple, list)) else got, "the rank with the least room: every rank holds a part of every block")
-        links.values = [[f"token of rank {rank}"] for rank in range(len(links))]
-        look = "execute_model: all ranks compute the step, and rank 0 alone samples"
-        expect("execute_model(request).", "outputs", links.values[0], executor.execute_model("request"), look)
-        executor.initialize_cache(*expected)
-        calls = [message[1:] for message in links.sent[-1]]
-        expected_calls = [("determine_num_available_blocks", ()), ("execute_model", ("request",)), ("initialize_cache", expected)]
-        expect("All methods were called.", "messages to the last rank", expected_calls, calls, look)
+        executor, state = cls(links), _State()
+        for number in range(1, 6):
+            _check_call(executor, links, rng, state, number)
+        numbers = [message[0] for message in links.sent[0]]
+        look = "self.number: each message has its own"
+        expect("All calls of an executor.", "different numbers", len(numbers), len(set(numbers)), look)
+    for rng in rounds("blocks", 20):
+        _check_rest(cls, ScriptedLinks(rng, rng.randint(1, 4)), rng)
+
+
+@dataclass
+class _State:
+    """What has happened to an executor: the error that ended it, and whether a wait was interrupted."""
+
+    dead: str = ""
+    was_interrupted: bool = False
+
+
+def _check_call(executor: Any, links: ScriptedLinks, rng: random.Random, state: _State, number: int) -> None:
+    is_late = not state.dead and rng.random() < 0.2
+    if is_late:
+        state.was_interrupted = links.interrupt = True
+        links.script, links.values = ["ok"] * len(links), [rng.randint(0, 99) for _ in range(len(links))]
+        with contextlib.suppress(KeyboardInterrupt):
+            executor.call("interrupted", number)
+    links.script, links.values = make_script(rng, len(links)), [rng.randint(0, 99) for _ in range(len(links))]
+    argument, before = rng.randint(0, 99), len(links.sent[0])
+    late = " The wait for an earlier call was interrupted by Ctrl-C, so its answers come now." if state.was_interrupted else ""
+    said = f"Call {number} on {len(links)} ranks, which do: {', '.join(links.script)}.{late}"
+    got = _outcome(lambda: executor.call("work", argument, number))
+    about, expected = ("after", state.dead) if state.dead else _expected(links.script, links.values)
+    expect(said, "outcome of call", expected, got, _WHICH["late" if is_late or (late and about == "answers") else about])
+    sent = [[message[1:] for message in messages[before:]] for messages in links.sent]
+    messages = [] if state.dead else [("work", (argument, number))]
+    look = _WHICH["after"] if state.dead else "call: one message to every rank"
+    expect(said, "messages to each rank", [messages] * len(links), sent, look)
+    state.dead = expected if about == "dead" else state.dead
+
+
+def _check_rest(cls: Any, links: ScriptedLinks, rng: random.Random) -> None:
+    executor, links.script = cls(links), ["ok"] * len(links)
+    links.values = [(rng.randint(1, 99), rng.randint(0, 99)) for _ in range(len(links))]
+    said = f"The ranks have room for {links.values} blocks (device, host)."
+    blocks = tuple(min(sizes) for sizes in zip(*links.values, strict=True))
+    got = executor.determine_num_available_blocks()
+    expect(said, "blocks", blocks, tuple(got) if isinstance(got, (tuple, list)) else got, _LEAST)
+    links.values = [[f"token of rank {rank}"] for rank in range(len(links))]
+    look = "execute_model: all ranks compute the step, and rank 0 alone samples"
+    expect("execute_model(request).", "outputs", links.values[0], executor.execute_model("request"), look)
+    executor.initialize_cache(*blocks)
+    calls = [("determine_num_available_blocks", ()), ("execute_model", ("request",)), ("initialize_cache", blocks)]
+    expect("All methods were called.", "messages to the last rank", calls, [message[1:] for message in links.sent[-1]], look)
