@@ -71,6 +71,17 @@ def test_an_error_and_the_end_of_a_process_come_out():
 
 
 @pytest.mark.slow
+def test_what_the_loop_of_a_worker_raises_is_told():
+    def serve(ring, link, memory):
+        raise NotImplementedError("write this")
+
+    with RankProcesses(1, serve) as processes:
+        assert processes.wait(5.0) == [0]
+        with pytest.raises(WorkerError, match="Rank 0: NotImplementedError: write this"):
+            processes.receive(0)
+
+
+@pytest.mark.slow
 def test_a_rank_whose_neighbour_is_silent_gives_up(monkeypatch):
     monkeypatch.setattr(rank_processes, "MOST_SECONDS", 0.3)
     with pytest.raises(WorkerError, match="has waited 0.3 s for a message|has ended, and rank"):

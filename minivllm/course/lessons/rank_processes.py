@@ -99,6 +99,8 @@ class RankProcesses:
     def __init__(self, world_size: int, run: Callable[[ProcessRing, WorkerLink, int], None]) -> None:
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
+        self._errors: list[Connection] = []
+        """What each process says if its function raises."""
         self._num_ends = 0
         context, memory = multiprocessing.get_context("fork"), create_group_memory(world_size)
         queues: list[QueueEnds] = []
@@ -106,13 +108,18 @@ class RankProcesses:
             queues += [QueueEnds.create(1) for _ in range(world_size)]
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
+                told, tell = context.Pipe(duplex=False)
                 self._connections.append(ours)
-                process = context.Process(target=self._run, args=(run, rank, queues, theirs, memory, os.getpid()), daemon=True)
+                self._errors.append(told)
+                process = context.Process(
+                    target=self._run, args=(run, rank, queues, (theirs, tell), memory, os.getpid()), daemon=True
+                )
                 with warnings.catch_warnings():  # later versions of Python warn of a fork when there are threads
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                 self._processes.append(process)
                 theirs.close()
+                tell.close()
         except BaseException:
             self.close()
             raise
@@ -121,21 +128,27 @@ class RankProcesses:
             for queue in queues:
                 queue.close()
 
-    def _run(self, run: Any, rank: int, queues: list[QueueEnds], connection: Connection, memory: int, parent: int) -> None:
+    def _run(
+        self, run: Any, rank: int, queues: list[QueueEnds], ends: tuple[Connection, Connection], memory: int, parent: int
+    ) -> None:
         """In the new process."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the notebook, which ends this one
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             return
-        for ours in self._connections:
+        for ours in (*self._connections, *self._errors):
             ours.close()
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the rest of this process
         logging.disable()
         torch.set_num_threads(1)
         ring = ProcessRing(rank, queues)
+        connection, tell = ends
         with contextlib.suppress(EOFError, BrokenPipeError):
-            run(ring, WorkerLink(connection), memory)
+            try:
+                run(ring, WorkerLink(connection), memory)
+            except Exception as error:
+                tell.send_bytes(f"{type(error).__name__}: {error}".encode())
         os._exit(0)
 
     def __len__(self) -> int:
@@ -152,10 +165,18 @@ class RankProcesses:
             self._connections[rank].send_bytes(data)
 
     def receive(self, rank: int) -> bytes:
-        """The next message of a rank. Raises EOFError if it has ended."""
+        """The next message of a rank.
+
+        Raises:
+            EOFError: It has ended.
+            WorkerError: Its function has raised.
+        """
         try:
             return self._connections[rank].recv_bytes()
         except (EOFError, ConnectionResetError):
+            with contextlib.suppress(EOFError):
+                if self._errors[rank].poll():
+                    raise WorkerError(f"Rank {rank}: {self._errors[rank].recv_bytes().decode()}") from None
             self._num_ends += 1
             if self._num_ends > _MOST_ENDS:
                 raise WorkerError(f"Rank {rank} has ended, and is asked for messages again and again.") from None
@@ -182,9 +203,9 @@ class RankProcesses:
             process.kill()
         for process in self._processes:
             process.join()
-        for connection in self._connections:
+        for connection in (*self._connections, *self._errors):
             connection.close()
-        self._connections, self._processes = [], []
+        self._connections, self._processes, self._errors = [], [], []
 
     def __enter__(self) -> RankProcesses:
         return self
