@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minivllm.course.lessons import rank_processes
-from minivllm.course.lessons.rank_processes import RankProcesses, run_on_ranks
+from minivllm.course.lessons.rank_processes import RankProcesses, ring_sum, run_on_ranks
 from minivllm.course.lessons.ranks import run_groups, run_rings
 from minivllm.errors import WorkerError
 
@@ -55,10 +55,12 @@ def test_an_error_of_a_rank_comes_out():
 @pytest.mark.slow
 def test_processes_sum_in_shared_memory_and_in_a_ring():
     def run(group):
-        return group.all_reduce(torch.ones(3)).tolist(), send_once(group.ring), os.getpid()
+        x = torch.arange(4.0) + group.rank
+        ring_sum(x, group.ring)
+        return group.all_reduce(torch.ones(3)).tolist(), x.tolist(), os.getpid()
 
     results = run_on_ranks(3, run)
-    assert [result[:2] for result in results] == [([3, 3, 3], 2), ([3, 3, 3], 0), ([3, 3, 3], 1)]
+    assert [result[:2] for result in results] == [([3, 3, 3], [3, 6, 9, 12])] * 3
     assert len({os.getpid(), *(result[2] for result in results)}) == 4
 
 

@@ -248,3 +248,14 @@ def run_on_ranks(world_size: int, function: Callable[[Any], Any], timeout: float
             if not succeeded:
                 raise WorkerError(results[rank])
     return results
+
+
+def ring_sum(x: Tensor, ring: ProcessRing) -> None:
+    """Replace `x`, one row of numbers, by the sum over all ranks, which goes round in a ring."""
+    chunks, n = list(x.tensor_split(ring.world_size)), ring.world_size
+    for k in range(n - 1):
+        ring.send(chunks[(ring.rank - k) % n])
+        chunks[(ring.rank - k - 1) % n].add_(ring.receive())
+    for k in range(n - 1):
+        ring.send(chunks[(ring.rank + 1 - k) % n])
+        chunks[(ring.rank - k) % n].copy_(ring.receive())
