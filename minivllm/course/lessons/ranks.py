@@ -18,6 +18,7 @@ from minivllm.distributed.parallel_state import GroupCoordinator
 
 MOST_SECONDS = 10.0
 """After this time ranks that still compute are given up."""
+STILL_COMPUTES = "Look at loops that do not end. This one goes on: restart the kernel, or it keeps a core busy."
 
 
 class Stuck(Exception):  # noqa: N818 - not an error of its own: it says why the ranks were stopped
@@ -180,6 +181,12 @@ def run_groups(world_size: int, function: Callable[[MemoryGroup], Any], said: st
     return _run(world, function, groups, said, "which ranks call it: every rank must call every operation of the group"), groups
 
 
+def add_situation(error: BaseException, said: str) -> BaseException:
+    """An error of a learner's code, which says in which situation it came (from Python 3.11 on)."""
+    getattr(error, "add_note", str)(f"The situation: {said}")
+    return error
+
+
 def _run(world: World, function: Callable[[Any], Any], ends: list[Any], said: str, look: str) -> list[Any]:
     results: list[Any] = [None] * world.world_size
     errors: dict[int, Exception] = {}
@@ -203,11 +210,9 @@ def _run(world: World, function: Callable[[Any], Any], ends: list[Any], said: st
         world.stop("the others were given up")
     for rank in sorted(errors):
         if not isinstance(errors[rank], Stuck):
-            raise errors[rank]
+            raise add_situation(errors[rank], said)
     if any(thread.is_alive() for thread in threads):
-        fail(
-            f"{said}\nExpected: all ranks return\nGot: one still computes after {MOST_SECONDS:g} s\nLook at loops that do not end."
-        )
+        fail(f"{said}\nExpected: all ranks return\nGot: one still computes after {MOST_SECONDS:g} s\n{STILL_COMPUTES}")
     if errors:
         fail(f"{said}\nExpected: all ranks return\nGot: {world.stuck}\nLook at {look}.")
     return results

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.course.lessons.rank_links import ScriptedLinks, WorkersLink, encode
-from minivllm.course.observations import expect, rounds
+from minivllm.course.observations import expect, fail, rounds
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, WorkerError
 
 _WHICH = {
-    "answers": "call: the values of all ranks, in the order of their numbers, whatever order they came in",
-    "errors": "when one rank or more has answered with an error: wait for all others too, then raise a WorkerError that begins with the lowest of these ranks, 'Rank 1: ...'",
-    "dead": "what makes the engine dead: an EOFError from receive, or nothing within PATIENCE after a rank has failed. The message begins with that rank, 'Rank 1 ...'",
+    "answers": "call: the values of all ranks, in the order of their numbers, whatever order they came in, however long it takes as long as none has failed",
+    "errors": "when one rank or more has answered with an error: wait for all others too, each time up to PATIENCE, then raise a WorkerError that begins with the lowest of these ranks and has its text, 'Rank 1: ValueError: ...'",
+    "dead": "what makes the engine dead: an EOFError from receive, or nothing within PATIENCE after a rank has failed. The message begins with that rank, 'Rank 1 ...', and has its text if it has answered",
     "after": "self.dead: a dead executor raises its EngineDeadError at once, and sends nothing",
     "late": "answers to an earlier message: they have another number, and are not what is waited for",
 }
@@ -39,7 +39,7 @@ class _Worker:
     def execute_model(self, request: list[int]) -> list[int]:
         self.did.append(request)
         if self.rng.random() < 0.3:
-            raise self.rng.choice((ValueError, ConfigError, ZeroDivisionError))(f"no step {len(self.did)}")
+            raise self.rng.choice((ValueError, ConfigError, ZeroDivisionError, EOFError))(f"no step {len(self.did)}")
         return [2 * number for number in request]
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
@@ -62,8 +62,13 @@ def check_serve(serve: Any) -> None:
 
 def _check_answers(serve: Any, messages: list[Any], seed: int) -> None:
     link, worker, other = WorkersLink([encode(message) for message in messages]), *(_Worker(random.Random(seed)) for _ in "ab")
-    serve(worker, link)
     said = f"{len(messages)} messages, then the executor is gone."
+    try:
+        link.run(lambda: serve(worker, link), said)
+    except EOFError:
+        fail(
+            f"{said}\nExpected: serve returns\nGot: it raises EOFError\nLook at the EOFError of receive: `except EOFError`, and return."
+        )
     expected = [(number, *_try(other, method, arguments)) for number, method, arguments in messages]
     expect(said, "calls of the worker", other.did, worker.did, "getattr(worker, method)(*arguments), once for each message")
     got = [tuple(answer) if isinstance(answer, (tuple, list)) else answer for answer in link.sent]
@@ -84,12 +89,12 @@ def _try(worker: Any, method: str, arguments: tuple[Any, ...]) -> tuple[bool, An
 
 
 def _outcome(call: Callable[[], Any]) -> Any:
-    """What a call returned, or the error and the rank that it names first."""
+    """What a call returned, or the error, the rank that it names first, and that rank's text."""
     try:
         return call()
     except (EngineDeadError, WorkerError) as error:
-        ranks = re.findall(r"Rank (\d+)", str(error))
-        return f"{type(error).__name__} about rank {ranks[0] if ranks else '(none)'}"
+        ranks, texts = re.findall(r"Rank (\d+)", str(error)), re.findall(r"ValueError: \d+", str(error))
+        return f"{type(error).__name__} about rank {ranks[0] if ranks else '(none)'}" + "".join(f": {text}" for text in texts[:1])
     except MinivllmError as error:
         return repr(error)
 
@@ -102,7 +107,7 @@ def _expected(script: list[str], values: list[Any]) -> tuple[str, Any]:
         return "dead", f"EngineDeadError about rank {ended[0]}"
     if failed:
         kind = "EngineDeadError" if "waits" in script else "WorkerError"
-        return ("dead" if "waits" in script else "errors"), f"{kind} about rank {failed[0]}"
+        return ("dead" if "waits" in script else "errors"), f"{kind} about rank {failed[0]}: ValueError: {values[failed[0]]}"
     return "answers", list(values)
 
 
@@ -145,16 +150,18 @@ def _check_call(executor: Any, links: ScriptedLinks, rng: random.Random, state: 
     is_late = not state.dead and rng.random() < 0.2
     if is_late:
         state.was_interrupted = links.interrupt = True
-        links.script, links.values = ["ok"] * len(links), [rng.randint(0, 99) for _ in range(len(links))]
+        links.script = [rng.choice(("ok", "ok", "error")) for _ in range(len(links))]
+        links.values = [rng.randint(0, 99) for _ in range(len(links))]
         with contextlib.suppress(KeyboardInterrupt):
-            executor.call("interrupted", number)
+            links.run(lambda: executor.call("interrupted", number), f"Call {number}, interrupted by Ctrl-C.")
     links.script, links.values = make_script(rng, len(links)), [rng.randint(0, 99) for _ in range(len(links))]
     argument, before = rng.randint(0, 99), len(links.sent[0])
     late = " The wait for an earlier call was interrupted by Ctrl-C, so its answers come now." if state.was_interrupted else ""
     said = f"Call {number} on {len(links)} ranks, which do: {', '.join(links.script)}.{late}"
-    got = _outcome(lambda: executor.call("work", argument, number))
+    got = _outcome(lambda: links.run(lambda: executor.call("work", argument, number), said))
     about, expected = ("after", state.dead) if state.dead else _expected(links.script, links.values)
-    expect(said, "outcome of call", expected, got, _WHICH["late" if is_late or (late and about == "answers") else about])
+    is_mixed_up = (is_late or (late and about == "answers")) and "EngineDeadError" not in str(got)
+    expect(said, "outcome of call", expected, got, _WHICH["late" if is_mixed_up else about])
     sent = [[message[1:] for message in messages[before:]] for messages in links.sent]
     messages = [] if state.dead else [("work", (argument, number))]
     look = _WHICH["after"] if state.dead else "call: one message to every rank"
@@ -167,11 +174,13 @@ def _check_rest(cls: Any, links: ScriptedLinks, rng: random.Random) -> None:
     links.values = [(rng.randint(1, 99), rng.randint(0, 99)) for _ in range(len(links))]
     said = f"The ranks have room for {links.values} blocks (device, host)."
     blocks = tuple(min(sizes) for sizes in zip(*links.values, strict=True))
-    got = executor.determine_num_available_blocks()
+    got = links.run(executor.determine_num_available_blocks, said)
     expect(said, "blocks", blocks, tuple(got) if isinstance(got, (tuple, list)) else got, _LEAST)
     links.values = [[f"token of rank {rank}"] for rank in range(len(links))]
     look = "execute_model: all ranks compute the step, and rank 0 alone samples"
-    expect("execute_model(request).", "outputs", links.values[0], executor.execute_model("request"), look)
-    executor.initialize_cache(*blocks)
+    expect(
+        "execute_model(request).", "outputs", links.values[0], links.run(lambda: executor.execute_model("request"), said), look
+    )
+    links.run(lambda: executor.initialize_cache(*blocks), said)
     calls = [("determine_num_available_blocks", ()), ("execute_model", ("request",)), ("initialize_cache", blocks)]
     expect("All methods were called.", "messages to the last rank", calls, [message[1:] for message in links.sent[-1]], look)

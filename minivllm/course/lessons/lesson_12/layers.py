@@ -29,18 +29,19 @@ _ELSEWHERE = "tokens of other ranks: their rows are zeros here, and their number
 _BEST = "the best score of each row (float64; of equal ones, the first rank's), and the id that belongs to it"
 
 
-def expect_part(said: str, layer: Any, expected: Tensor, look: str) -> None:
+def expect_part(said: str, layer: Any, expected: Tensor, look: str, name: str = "weight") -> None:
     """Unless a layer holds this part of its weight, and no more, raise an AssertionError."""
-    weight = getattr(layer, "weight", None)
-    expect_close(said, "weight", expected, weight, look)
-    expect(said, "bytes held", expected.nbytes, weight.untyped_storage().nbytes() if weight is not None else None, _KEPT)
+    part = getattr(layer, name, None)
+    expect_close(said, name, expected, part, look)
+    held = part.untyped_storage().nbytes() if part is not None else None
+    expect(said, f"bytes held of the {name}", expected.nbytes, held, _KEPT)
 
 
-def expect_one_sum(said: str, groups: list[MemoryGroup], output: Tensor) -> None:
+def expect_one_sum(said: str, groups: list[MemoryGroup], output: Tensor, look: str = _ONE_SUM) -> None:
     """Unless every rank has called all_reduce once, with a tensor of this shape, raise an AssertionError."""
     calls = [("all_reduce", list(output.shape))]
     for group in groups:
-        expect(f"{said} Rank {group.rank}.", "operations of the group", calls, group.calls, _ONE_SUM)
+        expect(f"{said} Rank {group.rank}.", "operations of the group", calls, group.calls, look)
 
 
 def _split_all(total: int, world_size: int) -> list[range]:
@@ -68,6 +69,8 @@ def _check_columns(cls: Any, sizes: list[int], parts: list[range], weight: Tenso
     layer = cls(sizes, parts)
     layer.load(weight.clone(), None if bias is None else bias.clone())
     expect_part(said, layer, weight[rows], _ROWS)
+    if bias is not None:
+        expect_part(said, layer, bias[rows], "the bias: its rows go with those of the weight", "bias")
     expected = F.linear(x, weight[rows], None if bias is None else bias[rows])
     suspects = [(F.linear(x, weight[rows]), "the bias: its rows go with those of the weight")]
     expect_close(said, "output", expected, layer(x.clone()), "forward: x @ weight.T, and the bias if there is one", suspects)
@@ -153,29 +156,32 @@ def check_attention(cls: Any) -> None:
         _check_heads(cls, (num_heads, num_kv_heads, head_dim), rng.randint(1, num_heads), qkv, o, x)
 
 
+def _attend_on(group: MemoryGroup, layer: Any, qkv: Tensor, o: Tensor, x: Tensor) -> tuple[Any, Any, Tensor]:
+    """A rank's layer, the shapes that it gave to `attend`, and its output."""
+    shapes: list[list[int]] = []
+
+    def attend_here(*heads: Tensor) -> Tensor:
+        shapes.extend(list(part.shape) for part in heads)
+        return attend(*heads)
+
+    layer.qkv_proj.load(qkv.clone())
+    layer.o_proj.load(o.clone())
+    output: Tensor = layer(x.clone(), attend_here)
+    return layer, shapes or None, output
+
+
 def _check_heads(cls: Any, sizes: tuple[int, int, int], world_size: int, qkv: Tensor, o: Tensor, x: Tensor) -> None:
     num_heads, num_kv_heads, head_dim = sizes
     said = f"{num_heads} query heads and {num_kv_heads} KV heads of {head_dim} channels on {world_size} ranks."
-    seen: dict[int, Any] = {}
-
-    def run(group: MemoryGroup) -> Tensor:
-        def attend_here(*heads: Tensor) -> Tensor:
-            seen[group.rank] = [list(part.shape) for part in heads]
-            return attend(*heads)
-
-        layer = cls(*sizes, group)
-        layer.qkv_proj.load(qkv.clone())
-        layer.o_proj.load(o.clone())
-        output: Tensor = layer(x.clone(), attend_here)
-        return output
-
-    results, groups = run_groups(world_size, run, said)
+    results, groups = run_groups(world_size, lambda group: _attend_on(group, cls(*sizes, group), qkv, o, x), said)
     q, k, v = F.linear(x, qkv).view(len(x), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     expected, exchanged = (F.linear(attend(*heads).flatten(1), o) for heads in ((q, k, v), (q, v, k)))
-    for rank, output in enumerate(results):
+    for rank, (layer, seen, output) in enumerate(results):
         where, heads = f"{said} Rank {rank}.", split_heads(num_heads, num_kv_heads, world_size, rank)
+        counts, kept = [len(heads.query), len(heads.kv)], [getattr(layer, name, None) for name in ("num_heads", "num_kv_heads")]
+        expect(where, "num_heads and num_kv_heads", counts, kept, "__init__: how many heads this rank has")
         shapes = [[len(x), len(part), head_dim] for part in (heads.query, heads.kv, heads.kv)]
-        expect(where, "shapes of q, k and v given to attend", shapes, seen.get(rank), "this rank's heads, split_heads(...)")
+        expect(where, "shapes of q, k and v given to attend", shapes, seen, "this rank's heads, split_heads(...)")
         expect_close(where, "output", expected, output, _HEADS, [(exchanged, "keys and values, which are exchanged")])
     expect_one_sum(said, groups, expected)
 
@@ -204,7 +210,7 @@ def _check_lookup(cls: Any, parts: list[range], weight: Tensor, ids: Tensor) -> 
         elsewhere = torch.tensor([token not in part for token in ids.tolist()]).unsqueeze(1)
         suspects = [(weight[ids].masked_fill(elsewhere, 0), _ONE_PART)]
         expect_close(where, "output", weight[ids], output, _ELSEWHERE, suspects)
-    expect_one_sum(said, groups, weight[ids])
+    expect_one_sum(said, groups, weight[ids], "how often the ranks meet: one all_reduce, of the rows")
 
 
 ChooseInPart = Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -253,7 +259,7 @@ def _check_head(cls: Any, parts: list[range], weight: Tensor, x: Tensor, choose_
     _, logits, chosen, sent = results[0]
     look = "compute_logits: parts of different sizes, which `sizes` lists for all ranks"
     expect_close(f"{said} Rank 0.", "logits", F.linear(x, weight), logits, look)
-    got = chosen.tolist() if isinstance(chosen, Tensor) else repr(chosen)[:100]
+    got = chosen.tolist() if isinstance(chosen, Tensor) and chosen.dtype == torch.int64 else repr(chosen)[:100]
     expect(f"{said} Rank 0.", "tokens", _best_tokens(F.linear(x, weight), parts, choose_in_part), got, _BEST)
     expect(f"{said} Rank 0.", "numbers sent to choose", 2 * len(x), sent, "what is gathered: a score and an id for each row")
 

@@ -38,7 +38,7 @@ def check_split_heads(split_heads_of: Any) -> None:
             said = f"split_heads({num_heads}, {num_kv_heads}, {world_size}, {rank})."
             right = split_heads(num_heads, num_kv_heads, world_size, rank)
             got = split_heads_of(num_heads, num_kv_heads, world_size, rank)
-            is_pair = isinstance(got, tuple) and len(got) == 2
+            is_pair = isinstance(got, (tuple, list)) and len(got) == 2
             pair = {"query heads": as_range(got[0]), "KV heads": as_range(got[1])} if is_pair else repr(got)[:100]
             expected = {"query heads": as_range(right.query), "KV heads": as_range(right.kv)}
             expect(said, "start and stop", expected, pair, few if world_size <= num_kv_heads else many)

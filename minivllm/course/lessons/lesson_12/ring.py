@@ -65,7 +65,7 @@ def _check_scatter(reduce_scatter: Any, world_size: int, numbers: list[Tensor]) 
 
     def run(ring: Ring) -> tuple[Any, list[Tensor]]:
         chunks = cut(numbers[ring.rank].clone(), ring.world_size)
-        return reduce_scatter(chunks, ring), chunks
+        return reduce_scatter(list(chunks), ring), chunks
 
     results, rings = run_rings(world_size, run, said)
     expect_messages(said, rings, world_size - 1)
