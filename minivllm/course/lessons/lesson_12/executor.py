@@ -62,7 +62,7 @@ def check_serve(serve: Any) -> None:
 
 def _check_answers(serve: Any, messages: list[Any], seed: int) -> None:
     link, worker, other = WorkersLink([encode(message) for message in messages]), *(_Worker(random.Random(seed)) for _ in "ab")
-    said = f"{len(messages)} messages, then the executor is gone."
+    said = f"{len(messages)} messages, one for a method `explode` that the worker does not have. Then the executor is gone."
     try:
         link.run(lambda: serve(worker, link), said)
     except EOFError:
