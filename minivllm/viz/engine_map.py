@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
@@ -58,6 +58,9 @@ PARTS = (
     Part("Attention", "layers/attention.py", "computes", 1.6, -1.7, (6,), "reads K and V through block tables"),
     Part("Kernels", "kernels/reference.py", "computes", 6.0, -1.7, (5, 6), "tensors in, tensors out"),
 )
+
+OTHER_FILES = {(12, "Executor"): "executor/multiproc.py"}
+"""The file of a part in a lesson that builds another form of it."""
 
 ARROWS = (
     ("LLM", "LLMEngine"),
@@ -132,7 +135,8 @@ def draw_engine_map(
         elif mine is not None:
             _box(axes, part, lit=True, filled=0.35 if part.name in mine else 0.0, note="yours" if part.name in mine else "")
         else:
-            _box(axes, part, lit=lesson is None or lesson in part.lessons)
+            shown = replace(part, file=OTHER_FILES.get((lesson or 0, part.name), part.file))
+            _box(axes, shown, lit=lesson is None or lesson in part.lessons)
     for i, (layer, color) in enumerate(LAYERS.items()):
         axes.text(0.1, 10.3 - 0.33 * i, f"■ {layer}", fontsize=9, color=color, va="center", weight="bold")
     axes.text(0.1, 10.3 - 0.33 * len(LAYERS), "arrows: who calls whom", **_NOTE, va="center")

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator
 
 from minivllm.viz.drawing import WIDTH, Labels, add_boxes, add_legend, new_figure, tidy
 from minivllm.viz.palette import INK, PALE, REQUEST_COLORS, ink_on, tint
@@ -172,8 +173,9 @@ def draw_fit(sizes: Sequence[float], seconds: Sequence[float], latency: float, b
     axes.set(xscale="log", yscale="log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_minor_formatter("")
-    axes.text(max(sizes), 1e6 * latency, "latency", fontsize=8, ha="right", va="top", color=INK)
+    axes.text(max(sizes), 1e6 * latency, "latency", fontsize=8, ha="right", va="bottom", color=INK)
     tidy(axes, "bytes of the tensor", "microseconds")
     axes.legend(fontsize=8, frameon=False, loc="upper left")
     return figure
@@ -237,4 +239,26 @@ def draw_step_times(
     axes.set_ylim(bottom=0)
     tidy(axes, "sequences in the batch", "milliseconds per step")
     add_legend(axes, axes.get_legend_handles_labels()[0], columns=3)
+    return figure
+
+
+def draw_limits(batches: Sequence[int], limits: Sequence[float], wires: Sequence[float]) -> Figure:
+    """Draw the latency that a sum may have over the batch, and the latencies of some wires as level lines: dividing pays above a line.
+
+    Args:
+        batches: Sequences in a step.
+        limits: Microseconds for each batch; below 0, dividing does not pay with any wire.
+        wires: Microseconds.
+    """
+    figure = new_figure(3.0, "", right=0.65, top=0.2)
+    axes = figure.subplots()
+    axes.axhline(0, color=INK, linewidth=0.8, zorder=1)
+    for i, latency in enumerate(wires):
+        axes.axhline(latency, color=REQUEST_COLORS[5], linestyle=("--", "-.", ":")[i % 3], linewidth=1.4, zorder=1)
+        axes.annotate(f"{latency:g} µs", (1.0, latency), (4, 0), xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=8, va="center")  # fmt: skip
+    axes.plot(batches, limits, "o-", color=REQUEST_COLORS[0], markeredgecolor=INK, markeredgewidth=0.5, linewidth=1.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    tidy(axes, "sequences in the batch", "latency a sum may have (µs)")
     return figure

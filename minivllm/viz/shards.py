@@ -156,8 +156,9 @@ def draw_ranks(trace: EngineTrace, step: int, first_ms: float = 0.0, last_ms: fl
     origin = min(rank.start for rank in ranks)
     end = (max(rank.end for rank in ranks) - origin) * 1e3
     last_ms = end if last_ms is None else min(last_ms, end)
+    count = trace[number].num_tokens
     figure = new_figure(
-        1.3 + 0.42 * len(ranks), f"Step {number}: {trace[number].phase}, {trace[number].num_tokens} tokens", top=0.35
+        1.3 + 0.42 * len(ranks), f"Step {number}: {trace[number].phase}, {count} token{'s' if count != 1 else ''}", top=0.35
     )
     axes = figure.subplots()
     for row, rank in enumerate(ranks):

@@ -9,7 +9,16 @@ import numpy as np
 from matplotlib.colors import to_hex
 
 from minivllm.viz.palette import REQUEST_COLORS, tint
-from minivllm.viz.parallel import Matrix, Transfer, draw_equations, draw_fit, draw_pipeline, draw_step_times, draw_transfers
+from minivllm.viz.parallel import (
+    Matrix,
+    Transfer,
+    draw_equations,
+    draw_fit,
+    draw_limits,
+    draw_pipeline,
+    draw_step_times,
+    draw_transfers,
+)
 
 
 def titles(figure):
@@ -70,3 +79,10 @@ def test_step_times_have_one_colour_for_each_number_of_ranks():
     one, predicted, measured = figure.axes[0].lines
     assert to_hex(predicted.get_color()) == to_hex(measured.get_color()) != to_hex(one.get_color())
     assert np.allclose(one.get_ydata(), [40, 50])
+
+
+def test_limits_below_zero_are_seen_and_each_wire_is_named():
+    axes = draw_limits([1, 2, 4], [-20, 5, 130], [10, 200]).axes[0]
+    assert np.allclose(axes.lines[-1].get_ydata(), [-20, 5, 130])
+    assert axes.get_yscale() == "linear" and axes.get_ylim()[0] < -20
+    assert [(text.get_text(), text.xy[1]) for text in axes.texts] == [("10 µs", 10), ("200 µs", 200)]
