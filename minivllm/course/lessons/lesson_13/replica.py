@@ -1,0 +1,310 @@
+"""The checks of lesson 13 for a replica: three threads around a core."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+from minivllm.course.lessons.lesson_13.situations import (
+    MOST_POLLS, PATIENCE, Endless, FakeCore, Wire, make_request, random_options, unbroken, within,
+)
+from minivllm.course.observations import expect, rounds, seeded
+from minivllm.engine.core_messages import (
+    AbortRequests,
+    AddRequest,
+    CoreFailed,
+    CoreReady,
+    EngineCoreOutputs,
+    SchedulerStats,
+    Shutdown,
+    StoppedSequence,
+    StopSequences,
+    decode_from_core,
+    encode,
+)
+from minivllm.engine.engine_core_loop import EngineCoreLoop
+
+_GARBAGE = (b"", b"\xc1", b"not a message", encode(CoreReady(5)))
+_INPUT = "the loop of `run_input`"
+_OUTPUT = "the loop of `run_output`"
+
+
+def describe(message: Any) -> str:
+    """A message in a few words."""
+    if isinstance(message, AddRequest):
+        return f"AddRequest {message.request.request_id}"
+    if isinstance(message, AbortRequests):
+        return f"AbortRequests {', '.join(message.request_ids)}"
+    if isinstance(message, StopSequences):
+        return f"StopSequences {', '.join(f'{item.request_id}/{item.index}' for item in message.sequences)}"
+    if isinstance(message, CoreFailed):
+        return f"CoreFailed({message.error_type!r}, {message.message!r})"
+    return "None" if message is None else type(message).__name__
+
+
+def describe_all(messages: list[Any]) -> list[str]:
+    """Messages to the client: each output, then what the message was. A refusal may be a message of its own or not."""
+    said = []
+    for message in messages:
+        if not isinstance(message, EngineCoreOutputs):
+            said.append(describe(message))
+            continue
+        for output in message.outputs:
+            tokens = ", ".join(f"{new.index}: {new.token_ids}" for new in output.sequences)
+            said.append(f"{output.request_id} {'refused' if output.error else tokens}")
+        said += ["report"] if message.timestamp < 0 else [f"step {message.timestamp:g}"] if message.timestamp else []
+    return said
+
+
+def drain(items: queue.SimpleQueue) -> list[Any]:
+    """All that is in a queue."""
+    taken = []
+    while not items.empty():
+        taken.append(items.get())
+    return taken
+
+
+def check_wires(cls: Any) -> None:
+    """Bytes become messages and messages bytes, in order; what is no message is dropped; the load is reported when it has changed."""
+    for rng in rounds("input", 8):
+        messages = [AddRequest(make_request(rng, f"r{i}")) for i in range(rng.randint(1, 4))]
+        data, wire = [encode(message) for message in messages], Wire()
+        for _ in range(rng.randint(0, 2)):
+            data.insert(rng.randint(0, len(data)), rng.choice(_GARBAGE))
+        for item in [*data, None]:
+            wire.to_core.put(item)
+        replica = wire.replica(cls, FakeCore())
+        said = f"The socket brings {len(messages)} messages, {len(data) - len(messages)} pieces of garbage, and closes: `receive` returns None."
+        within(replica.run_input, said, f"{_INPUT}: it ends when `receive` returns None")
+        got = [describe(item) for item in drain(replica.input_queue)]
+        expected = [describe(item) for item in [*messages, Shutdown()]]
+        expect(said, "in the input queue", expected, got, f"{_INPUT}: each message by itself, and a Shutdown when the socket is closed")
+    for rng in rounds("output", 8):
+        _check_output(cls, rng)
+    _check_broken_wire(cls)
+
+
+def _check_output(cls: Any, rng: Any) -> None:
+    wire, running = Wire(), [rng.randint(0, 2) for _ in range(rng.randint(1, 8))]
+    replica = wire.replica(cls, FakeCore())
+    messages: list[Any] = [EngineCoreOutputs([], float(i), SchedulerStats(num_running=n)) for i, n in enumerate(running)]
+    messages.insert(rng.randint(0, len(messages)), CoreReady(100))
+    for message in [*messages, None]:
+        replica.output_queue.put(message)
+    said = f"In the output queue are a CoreReady, outputs of {len(running)} steps with {running} running sequences, and None."
+    within(replica.run_output, said, f"{_OUTPUT}: it ends at None", lambda: replica.output_queue.put(None))
+    got = [describe(decode_from_core(data)) for data in wire.sent]
+    expect(said, "sent", [describe(message) for message in messages], got, f"{_OUTPUT}: every message but None, encoded, in order")
+    changes = [n for i, n in enumerate(running) if i == 0 or n != running[i - 1]]
+    look = "when `report` is called: with `stats.load` of each EngineCoreOutputs, if it differs from what was reported before"
+    expect(said, "loads reported (running)", changes, [load.running for load in wire.loads], look)
+
+
+def _check_broken_wire(cls: Any) -> None:
+    def send(data: bytes) -> None:
+        raise OSError("the socket is broken")
+
+    wire = Wire()
+    replica = wire.replica(cls, FakeCore(), send)
+    replica.output_queue.put(CoreReady(100))
+    said = "`send` raises an OSError: the socket is broken, and nobody hears this replica any more."
+    try:
+        within(replica.run_output, said, _OUTPUT)
+    except OSError:
+        pass
+    got = [describe(item) for item in drain(replica.input_queue)]
+    look = "the `finally` of `run_output`: without it the core would compute for nobody, forever"
+    expect(said, "in the input queue", ["Shutdown"], got, look)
+
+
+# -- the busy loop ---------------------------------------------------------------------------------------------------
+
+_CALLS = "`take_messages` and `handle`: all messages that are there come before the next step; and it waits for one only if there is nothing to compute"
+_ANSWERS = "what goes into the output queue: what `step` returns, refusals, a report if messages leave nothing to do, and at the end None"
+_ERROR = "the `except` and the `finally` of `run_core`: a CoreFailed with the name of the error's class and its text, then None"
+
+
+class Script:
+    """Messages for a core, in place of its input queue: each batch comes after a step, or as soon as there is nothing else to do."""
+
+    def __init__(self, core: FakeCore, batches: list[tuple[int, list[Any]]]) -> None:
+        self._core, self._batches, self._items = core, deque(batches), deque[Any]()
+        self._num_misses = 0
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """As of a queue, but nobody waits: the next batch comes at once."""
+        while self._batches and self._batches[0][0] <= self._core.num_steps:
+            self._items += self._batches.popleft()[1]
+        if block and not self._items:
+            if self._core.requests:
+                self._core.calls.append("it waits for a message")
+            self._items += self._batches.popleft()[1] if self._batches else [Shutdown()]
+        self._num_misses += not self._items
+        if self._num_misses > MOST_POLLS:
+            raise Endless
+        if not self._items:
+            raise queue.Empty
+        return self._items.popleft()
+
+
+class PackageLoop(EngineCoreLoop):
+    """The package's loop around a `FakeCore`."""
+
+    def __init__(self, core: Any, *functions: Any) -> None:
+        core.executor, core.scheduler, core.stop_trace, core.trace, core.has_failed = Mock(), core, Mock(), None, False
+        super().__init__(core)
+        self.output_queue.get()
+
+    def run_core(self) -> None:
+        """Run it, and leave out that it aborts what is left."""
+        self.run_busy_loop()
+        self.core.calls.pop()
+
+
+def run_script(cls: Any, batches: list[tuple[int, list[Any]]], **options: Any) -> tuple[list[str], list[str]]:
+    """Run a loop. Returns what its core was told, and what came out."""
+    core = FakeCore(**options)
+    replica = Wire().replica(cls, core)
+    replica.input_queue = Script(core, batches)
+    unbroken(replica.run_core, f"Messages: {describe_script(batches)}.", _CALLS)
+    return core.calls, describe_all(drain(replica.output_queue))
+
+
+def describe_script(batches: list[tuple[int, list[Any]]]) -> str:
+    """The messages in words."""
+    said = [f"{', '.join(map(describe, messages))} {f'after step {number}' if number else 'at the start'}" for number, messages in batches]
+    return "; ".join(said) or "none"
+
+
+def make_script(rng: Any) -> list[tuple[int, list[Any]]]:
+    """Requests that come, and are aborted and stopped; one has the id of another."""
+    requests = [make_request(rng, f"r{i}", **random_options(rng)) for i in range(rng.randint(2, 5))]
+    requests.append(make_request(rng, rng.choice(requests).request_id))
+    messages, number = [], 0
+    for request in requests:
+        number = rng.choice((number, number, number + 1, number + 4))
+        messages.append((number, AddRequest(request)))
+        if rng.random() < 0.5:
+            stop = StopSequences([StoppedSequence(request.request_id, request.number, 0, "x")])
+            messages.append((number + rng.randint(0, 2), rng.choice((AbortRequests([request.request_id]), stop))))
+    return [(at, [message for when, message in messages if when == at]) for at in sorted({when for when, _ in messages})]
+
+
+def check_loop(cls: Any) -> None:
+    """The busy loop does what the package's does, step by step; an error ends it with a word, and it never turns idly."""
+    for rng in rounds("loop", 40):
+        batches = make_script(rng)
+        (calls, answers), (my_calls, my_answers) = run_script(PackageLoop, batches), run_script(cls, batches)
+        said = f"Messages: {describe_script(batches)}."
+        expect(said, "the core's calls", calls, my_calls, _CALLS)
+        expect(said, "in the output queue", answers, my_answers, _ANSWERS)
+    for error in (RuntimeError("the device is lost"), ValueError("no such block")):
+
+        def fail_at_2(number: int, error: Exception = error) -> None:
+            if number == 2:
+                raise error
+
+        batches = [(0, [AddRequest(make_request(seeded("loop error"), "r0", max_tokens=9, n=1))])]
+        said = f"In step 2 the core raises {error!r}."
+        _, answers = run_script(cls, batches, at_step=fail_at_2)
+        expect(said, "in the output queue at the end", [describe(CoreFailed(type(error).__name__, str(error))), "None"], answers[-2:], _ERROR)
+    _, answers = run_script(cls, [])
+    expect("A Shutdown comes, and nothing else.", "in the output queue", ["None"], answers, _ANSWERS)
+
+
+# -- all three threads -----------------------------------------------------------------------------------------------
+
+
+def check_threads(cls: Any) -> None:
+    """While a step runs, messages come in and outputs go out; and when `run` returns, the last word has been sent."""
+    _check_overlap(cls)
+    for rng in rounds("run", 6):
+        _check_last_words(cls, rng, fails=rng.random() < 0.5)
+    _check_closed(cls)
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true in time."""
+    limit = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.002)
+    return condition()
+
+
+def _check_overlap(cls: Any) -> None:
+    rng, go_on, entered = seeded("overlap"), threading.Event(), threading.Event()
+
+    def hold(number: int) -> None:
+        if number == 2:
+            entered.set()
+            go_on.wait(4 * PATIENCE)
+
+    core, wire = FakeCore(hold), Wire()
+    replica = wire.replica(cls, core)
+    thread = threading.Thread(target=replica.run, daemon=True)
+    thread.start()
+    try:
+        wire.to_core.put(encode(AddRequest(make_request(rng, "r0", max_tokens=4, n=1))))
+        said = "Step 2 takes long."
+        expect("A request arrives.", "two steps", True, entered.wait(PATIENCE), "`run`: an input thread, an output thread, and `run_core`")
+        wire.to_core.put(encode(AddRequest(make_request(rng, "r1", max_tokens=4, n=1))))
+        came = wait_until(lambda: replica.input_queue.qsize() == 1)
+        look = "which thread receives: while the main thread is in a step, another one must decode what comes"
+        expect(f"{said} Meanwhile a request arrives.", "it is in the input queue before the step ends", True, came, look)
+        went = wait_until(lambda: len(wire.sent) == 2)
+        look = "which thread sends: the outputs of step 1 must not wait for the end of step 2 (and CoreReady comes first)"
+        expect(f"{said}", "CoreReady and the outputs of step 1 are sent before it ends", True, went, look)
+    finally:
+        go_on.set()
+        wire.to_core.put(encode(Shutdown()))
+        thread.join(PATIENCE)
+    expect("A Shutdown arrives.", "`run` has returned", False, thread.is_alive(), "what `run` waits for: the input thread may be waiting for bytes that never come")
+
+
+def _check_last_words(cls: Any, rng: Any, fails: bool) -> None:
+    sent: list[bytes] = []
+
+    def send(data: bytes) -> None:
+        time.sleep(0.01)
+        sent.append(data)
+
+    def end(number: int) -> None:
+        if number == count and fails:
+            raise RuntimeError("the device is lost")
+        if number == count:
+            replica.input_queue.put(Shutdown())
+
+    count = rng.randint(2, 5)
+    core, wire = FakeCore(end), Wire()
+    replica = wire.replica(cls, core, send)
+    wire.to_core.put(encode(AddRequest(make_request(rng, "r0", max_tokens=14, n=1))))
+    said = f"A socket that takes 10 ms for each message; in step {count} {'the core raises a RuntimeError' if fails else 'a Shutdown comes'}. `run` returns, and the process ends."
+    look = "the end of `run`: join the output thread, or its last messages die with the process; nobody need wait for the input thread, a daemon"
+    within(replica.run, said, look)
+    got = [type(decode_from_core(data)).__name__ for data in list(sent)]
+    outputs = ["EngineCoreOutputs"] * (count - fails)
+    expect(said, "sent by then", ["CoreReady", *outputs, *["CoreFailed"] * fails], got, look)
+    expect(said, "blocks that CoreReady tells", core.num_gpu_blocks, decode_from_core(sent[0]).num_gpu_blocks, "CoreReady(self.core.num_gpu_blocks)")
+
+
+def _check_closed(cls: Any) -> None:
+    wire = Wire()
+    wire.to_core.put(None)
+    said = "The socket is closed at once: `receive` returns None."
+    within(wire.replica(cls, FakeCore()).run, said, "`run_input`, which puts a Shutdown into the queue then")
+    expect(said, "sent", ["CoreReady"], [describe(decode_from_core(data)) for data in wire.sent], "the first and the last message")
+    asked = []
+
+    def send(data: bytes) -> None:
+        asked.append(data)
+        raise OSError("the socket is broken")
+
+    wire = Wire()
+    said = "`send` raises an OSError at the first message."
+    within(wire.replica(cls, FakeCore(), send).run, said, "`run_output`: its `finally` ends the core")
+    expect(said, "messages that it tried to send", 1, len(asked), "`run_output`: after an error it ends")
