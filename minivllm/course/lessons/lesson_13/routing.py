@@ -148,20 +148,21 @@ class PrefixModel:
 
 def check_prefix(cls: Any) -> None:
     """A prompt goes where its beginning is, unless that costs more than it saves, or that replica is far busier."""
-    for rng in rounds("prefix", 30):
-        size, capacity = rng.randint(2, 4), rng.choice((4, 40))
+    cls = type("SmallChunks", (cls,), {"CHUNK": 24})
+    for rng in rounds("prefix", 60):
+        size, capacity = rng.randint(2, 4), rng.choice((6, 150))
         router, least = cls(), LeastLoadedRouter()
         for replica in range(size):
             router.open(replica, cache_tokens=capacity * cls.CHUNK)
             least.open(replica)
         model = PrefixModel(router, capacity)
-        stems = [[rng.randrange(50) for _ in range(cls.CHUNK * rng.randint(1, 5))] for _ in range(3)]
+        stems = [[rng.randrange(50) for _ in range(cls.CHUNK * rng.randint(1, 50))] for _ in range(3)]
         said = f"{size} replicas, caches of {capacity} chunks of {cls.CHUNK} tokens."
         for number in range(20):
             stem = rng.randrange(3)
             prompt = stems[stem] + [rng.randrange(50) for _ in range(rng.choice((3, cls.CHUNK)))]
             avoid = rng.choice(([], [], [], [rng.randrange(size)]))
-            replica, load = rng.randrange(size), ReplicaLoad(running=rng.choice((0, 4, 20, 40)))
+            replica, load = rng.randrange(size), ReplicaLoad(running=rng.choice((0, 1, 3, 8, 10, 11, 15, 16, 17, 32, 33)))
             if rng.random() < 0.4:
                 said += f" Replica {replica} is said to have {load.running} running."
                 router.update(replica, load)
@@ -174,6 +175,14 @@ def check_prefix(cls: Any) -> None:
             least.assign(expected)
             said = said[-500:] + f" It goes to {expected}."
     _check_crowd(cls)
+    for rng in rounds("cached", 6):
+        router, hashes = cls(), [rng.randrange(10**6) for _ in range(8)]
+        router.open(0, 10**4)
+        known = [name for name in hashes if rng.random() < 0.8]
+        router.seen[0].update(dict.fromkeys(known))
+        count = next((i for i, name in enumerate(hashes) if name not in known), len(hashes))
+        said = f"Hashes {hashes}, of which {known} are at the replica; chunks of {cls.CHUNK} tokens."
+        expect(said, "cached_tokens", count * cls.CHUNK, router.cached_tokens(0, hashes), "`cached_tokens`: it ends at the first hash that is not there")
 
 
 def _nearest(least: LeastLoadedRouter, avoid: list[int]) -> int:
@@ -189,7 +198,7 @@ def _check_crowd(cls: Any) -> None:
     rng, router = seeded("crowd"), cls()
     for replica in range(3):
         router.open(replica, cache_tokens=10**6)
-    stem = [rng.randrange(50) for _ in range(cls.CHUNK * 40)]
+    stem = [rng.randrange(50) for _ in range(cls.CHUNK * 200)]
     choices = [router.route([*stem, number]) for number in range(60)]
     most = max(map(choices.count, choices))
     require(

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
 from minivllm.course.lessons.in_flight import TextStream
 from minivllm.course.lessons.lesson_08.situations import END, VOCAB_SIZE, Letters
 from minivllm.course.observations import fail
@@ -23,6 +25,8 @@ from minivllm.engine.core_messages import (
     ReplicaLoad,
     SchedulerStats,
     StoppedSequence,
+    decode_to_core,
+    encode,
 )
 from minivllm.errors import EngineDeadError, RequestError
 from minivllm.outputs import RequestMetrics
@@ -285,6 +289,10 @@ class Cluster:
 
     def send(self, replica: int, message: Any) -> None:
         """What the client sends with."""
+        try:
+            message = decode_to_core(encode(message))
+        except msgspec.DecodeError as error:
+            fail(f"{message} is sent.\nExpected: a message that the replica can decode\nGot: {error}.\nLook at `self.send` and what it is given.")
         self.sent.append((replica, message))
         if replica in self.inbox:
             self.inbox[replica].append(message)
@@ -337,6 +345,8 @@ class Cluster:
         for _ in range(num_steps):
             for replica in list(self.cores):
                 self.step(replica)
-            self.deliver()
+            if self.rng.random() < 0.7:
+                self.deliver()
             if not self.client.requests:
                 return
+        self.deliver()
