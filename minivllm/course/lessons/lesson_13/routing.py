@@ -148,6 +148,7 @@ class PrefixModel:
 
 def check_prefix(cls: Any) -> None:
     """A prompt goes where its beginning is, unless that costs more than it saves, or that replica is far busier."""
+    _check_crowd(cls)
     cls = type("SmallChunks", (cls,), {"CHUNK": 24})
     for rng in rounds("prefix", 60):
         size, capacity = rng.randint(2, 4), rng.choice((6, 150))
@@ -174,7 +175,6 @@ def check_prefix(cls: Any) -> None:
             expect(said, "it goes to replica", expected, got, look)
             least.assign(expected)
             said = said[-500:] + f" It goes to {expected}."
-    _check_crowd(cls)
     for rng in rounds("cached", 6):
         router, hashes = cls(), [rng.randrange(10**6) for _ in range(8)]
         router.open(0, 10**4)
