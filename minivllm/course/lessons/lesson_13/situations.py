@@ -124,7 +124,7 @@ class FakeCore:
         for index, tokens in list(output.items()):
             tokens.append(token_at(request, index, tokens))
             reason = "stop" if tokens[-1] in request.eos_token_ids else None
-            if reason is None and len(tokens) >= (request.sampling_params.max_tokens or 0):
+            if reason is None and len(request.prompt_token_ids) + len(tokens) >= request.max_num_tokens:
                 reason = "length"
             sequences.append(NewTokens(index, tokens[-1:], finish_reason=reason))
             if reason is not None:
