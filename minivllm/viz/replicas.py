@@ -53,7 +53,9 @@ def _draw_replica(axes: Axes, y: float, number: int, middle: float) -> None:
         _box(axes, x, y + 0.32, width, 0.58, _COMPUTES, label, small=True)
     for x in (5.95, 9.05):
         for i in range(3):
-            axes.add_patch(FancyBboxPatch((x + 0.24 * i, y + 0.48), 0.18, 0.26, "round,pad=0,rounding_size=0.03", fc="white", ec=PALE))
+            axes.add_patch(
+                FancyBboxPatch((x + 0.24 * i, y + 0.48), 0.18, 0.26, "round,pad=0,rounding_size=0.03", fc="white", ec=PALE)
+            )
     axes.annotate("", (4.35, y + 0.61), (2.62, middle + 0.2), arrowprops=_arrow(INK))
     axes.plot((10.6, 10.6, 4.2), (y + 0.3, y + 0.19, y + 0.19), color=REQUEST_COLORS[5], linewidth=1.2)
     axes.annotate("", (2.62, middle - 0.45), (4.2, y + 0.19), arrowprops=_arrow(REQUEST_COLORS[5]))
@@ -66,8 +68,21 @@ def _arrow(color: str, style: str = "-", way: str = "arc3") -> dict[str, object]
     return {"arrowstyle": "-|>", "color": color, "linewidth": 1.2, "linestyle": style, "connectionstyle": way}
 
 
-def _box(axes: Axes, x: float, y: float, width: float, height: float, color: str, label: str, *, small: bool = False, pale: bool = False) -> None:
-    shape = FancyBboxPatch((x, y), width, height, "round,pad=0,rounding_size=0.08", fc=tint(color, 0.93 if pale else 1.0), ec=color, linewidth=1.5)
+def _box(
+    axes: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    color: str,
+    label: str,
+    *,
+    small: bool = False,
+    pale: bool = False,
+) -> None:
+    shape = FancyBboxPatch(
+        (x, y), width, height, "round,pad=0,rounding_size=0.08", fc=tint(color, 0.93 if pale else 1.0), ec=color, linewidth=1.5
+    )
     axes.add_patch(shape)
     if small:
         axes.text(x + width / 2, y + height / 2, label, **_SMALL, linespacing=1.3)
@@ -92,6 +107,7 @@ class Watch:
 
     @contextmanager
     def __call__(self, row: str, number: int) -> Iterator[None]:
+        """Note what the block does, in a row."""
         begin = time.perf_counter() - self.start
         yield
         with self._lock:
@@ -109,7 +125,15 @@ def draw_threads(watches: Mapping[str, Watch], rows: Sequence[str]) -> Figure:
     all_axes = figure.subplots(len(watches), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, watch) in zip(all_axes, watches.items(), strict=True):
         for row, number, begin, end in watch.spans:
-            axes.barh(len(rows) - 1 - rows.index(row), 1000 * (end - begin), left=1000 * begin, height=0.7, color=request_color(number), edgecolor="white", linewidth=0.5)
+            axes.barh(
+                len(rows) - 1 - rows.index(row),
+                1000 * (end - begin),
+                left=1000 * begin,
+                height=0.7,
+                color=request_color(number),
+                edgecolor="white",
+                linewidth=0.5,
+            )
         axes.set_yticks(range(len(rows)), reversed(rows), fontsize=8)
         axes.set_title(name, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
@@ -136,7 +160,9 @@ def draw_choices(times: Sequence[float], choices: Mapping[str, Sequence[int]], n
         shown = [(when - times[0], replica) for when, replica in zip(times, chosen, strict=True) if when - times[0] <= until]
         axes.plot(*zip(*shown, strict=True), "o", markersize=4, color=REQUEST_COLORS[(5, 0, 2)[i % 3]], clip_on=False)
         axes.set_ylim(num_replicas - 0.5, -0.5)
-        axes.set_yticks(range(num_replicas), [str(number) if number % 2 == 0 else "" for number in range(num_replicas)], fontsize=8)
+        axes.set_yticks(
+            range(num_replicas), [str(number) if number % 2 == 0 else "" for number in range(num_replicas)], fontsize=8
+        )
         axes.set_ylabel("replica", fontsize=9)
         axes.set_title(name, loc="left", fontsize=10)
         axes.set_xlim(0, until)
@@ -150,7 +176,9 @@ def draw_choices(times: Sequence[float], choices: Mapping[str, Sequence[int]], n
 # -- streams ---------------------------------------------------------------------------------------------------------
 
 
-def draw_streams(events: Sequence[tuple[float, str]], killed: float, moved: Collection[str], *, before: float = 0.6, after: float = 1.2) -> Figure:
+def draw_streams(
+    events: Sequence[tuple[float, str]], killed: float, moved: Collection[str], *, before: float = 0.6, after: float = 1.2
+) -> Figure:
     """Draw the tokens of streams around the moment in which a replica is killed.
 
     Args:
@@ -176,6 +204,8 @@ def draw_streams(events: Sequence[tuple[float, str]], killed: float, moved: Coll
     axes.set_xlim(-before, after)
     axes.set_xlabel("time since the kill (s); each stroke is a token", fontsize=9)
     axes.set_ylabel("stream", fontsize=9)
-    axes.legend(handles=[Patch(color=PALE, label="its replica is dead: the prompt and the output so far are computed again elsewhere")], fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.16))
+    label = "its replica is dead: the prompt and the output so far are computed again elsewhere"
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1.16)}
+    axes.legend(handles=[Patch(color=PALE, label=label)], fontsize=8, frameon=False, **place)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

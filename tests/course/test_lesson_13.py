@@ -5,7 +5,21 @@ And the solved client loses nothing in twenty kills. `tests/support/mutate_lesso
 
 from __future__ import annotations
 
+import os
+import random
+from pathlib import Path
+
+import pytest
+from lesson_cells import read_cells
 from lesson_checks import LessonChecks
+
+from minivllm.bench.production import load_conversation_trace, replay_trace
+from minivllm.course.lessons.lesson_13.engine import PARAMS, PROMPTS, compare_written
+from minivllm.course.lessons.nodes import HeadlessNode, free_port
+from minivllm.course.lessons.replicas import Replicas, Service
+from minivllm.course.lessons.traffic import run_router
+from minivllm.data_parallel.routing import make_router
+from minivllm.simulation.engine import simulate_replicas
 
 
 class TestChecks(LessonChecks):
@@ -13,3 +27,78 @@ class TestChecks(LessonChecks):
     points = 19
     says = ("Expected", "Got", "Look at")
     every = 9
+
+
+_space: dict = {}
+
+
+def answers():
+    """What the solution defines."""
+    if not _space:
+        _space["__name__"] = "__main__"
+        for cell in read_cells("13"):
+            if cell.kind == "answer" or cell.name == "setup":
+                exec(compile(cell.source, f"<{cell.name}>", "exec"), _space)
+    return _space
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("MyRouter", "least-loaded"), ("MyPrefixRouter", "prefix-aware")])
+def test_the_solved_routers_serve_traffic_as_the_package_s_do(mine, theirs):
+    requests = replay_trace(load_conversation_trace()[:150], request_rate=19, length=1 / 4)
+    options = {"max_num_seqs": 64, "num_gpu_blocks": 4096, "max_model_len": 16_384}
+    got, _ = run_router(answers()[mine](), requests, 4, **options)
+    expected = simulate_replicas(requests, 4, routing=theirs, **options)
+    assert (got.requests, got.ttft, got.mean_in_flight) == (expected.requests, expected.ttft, expected.mean_in_flight)
+
+
+def test_any_router_can_be_simulated():
+    requests = replay_trace(load_conversation_trace()[:50], request_rate=19, length=1 / 4)
+    run, chosen = run_router(make_router("round-robin"), requests, 4, name="turns", max_model_len=16_384)
+    assert run.routing == "turns" and run.completed == 50
+    assert chosen == [number % 4 for number in range(50)]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_twenty_kills_at_random_tokens_lose_nothing_and_double_nothing():
+    mine, rng = answers(), random.Random(13)
+    with Replicas(mine["MyReplica"]) as replicas:
+        service = Service(replicas, mine["MyClient"], mine["MyPrefixRouter"](), mine["MyCoordinator"])
+        service.wait(2)
+        expected = service.write(PROMPTS, PARAMS)
+        moved = 0
+        for number in range(20):
+            rank, after = rng.randrange(2), rng.randint(1, 180)
+            got = service.write(PROMPTS, PARAMS, after, rank)
+            compare_written(f"Kill {number}: replica {rank} after {after} tokens.", expected, got)
+            moved += got.moved
+            replicas.start(rank)
+            service.wait(2)
+        assert moved > 20
+
+
+def test_interrupted_replicas_leave_no_process_and_no_socket():
+    with pytest.raises(KeyboardInterrupt), Replicas(answers()["MyReplica"]) as replicas:
+        processes = [replica.process.process_id for replica in replicas.alive.values()]
+        assert all(is_running(process) for process in processes) and Path(replicas.folder).exists()
+        raise KeyboardInterrupt
+    assert not any(is_running(process) for process in processes)
+    assert not Path(replicas.folder).exists()
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_node_that_is_forgotten_ends():
+    node = HeadlessNode(
+        "smollm2-135m", start_rank=1, data_parallel_size=2, data_parallel_size_local=1, data_parallel_rpc_port=free_port()
+    )
+    process = node.process_id
+    assert is_running(process)
+    del node
+    assert not is_running(process)

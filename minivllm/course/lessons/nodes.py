@@ -46,8 +46,15 @@ class HeadlessNode:
         for name, value in {**options, "data_parallel_start_rank": start_rank}.items():
             flag = name.replace("_", "-")
             command += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
         self._finalizer = weakref.finalize(self, _end, self._process)
+
+    @property
+    def process_id(self) -> int:
+        """The process's id."""
+        return self._process.pid
 
     def wait_for_end(self, seconds: float = 60.0) -> str:
         """What it has said, when it has ended by itself."""

@@ -32,7 +32,15 @@ class Watched:
         return getattr(self.router, name)
 
 
-def run_router(router: Any, requests: Sequence[WorkloadRequest], num_replicas: int, *, name: str = "", goals: Goals | None = None, **options: Any) -> tuple[ReplicaRun, list[int]]:
+def run_router(
+    router: Any,
+    requests: Sequence[WorkloadRequest],
+    num_replicas: int,
+    *,
+    name: str = "",
+    goals: Goals | None = None,
+    **options: Any,
+) -> tuple[ReplicaRun, list[int]]:
     """Let a router send requests to simulated replicas.
 
     Args:
@@ -47,7 +55,9 @@ def run_router(router: Any, requests: Sequence[WorkloadRequest], num_replicas: i
     """
     start, queue = start_of(requests)
     watched = Watched(router)
-    replicas = [SimulatedReplica(make_simulated_engine(clock=VirtualClock(start), trace=False, **options)) for _ in range(num_replicas)]
+    replicas = [
+        SimulatedReplica(make_simulated_engine(clock=VirtualClock(start), trace=False, **options)) for _ in range(num_replicas)
+    ]
     run = ReplicaRun(routing=name or type(router).__name__, num_replicas=num_replicas)
     tally = Tally(run, LatencyHistogram, goals, num_replicas)
     run_requests(queue, replicas, watched, tally)  # type: ignore[arg-type]

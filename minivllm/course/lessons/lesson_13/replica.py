@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
-from minivllm.course.lessons.lesson_13.situations import (
-    MOST_POLLS, PATIENCE, Endless, FakeCore, Wire, make_request, random_options, unbroken, within,
+from minivllm.course.lessons.fake_replicas import (
+    MOST_POLLS,
+    PATIENCE,
+    Endless,
+    FakeCore,
+    Wire,
+    make_request,
+    random_options,
+    unbroken,
+    within,
 )
 from minivllm.course.observations import expect, rounds, seeded
 from minivllm.engine.core_messages import (
@@ -83,7 +92,13 @@ def check_wires(cls: Any) -> None:
         within(replica.run_input, said, f"{_INPUT}: it ends when `receive` returns None")
         got = [describe(item) for item in drain(replica.input_queue)]
         expected = [describe(item) for item in [*messages, Shutdown()]]
-        expect(said, "in the input queue", expected, got, f"{_INPUT}: each message by itself, and a Shutdown when the socket is closed")
+        expect(
+            said,
+            "in the input queue",
+            expected,
+            got,
+            f"{_INPUT}: each message by itself, and a Shutdown when the socket is closed",
+        )
     for rng in rounds("output", 8):
         _check_output(cls, rng)
     _check_broken_wire(cls)
@@ -99,7 +114,9 @@ def _check_output(cls: Any, rng: Any) -> None:
     said = f"In the output queue are a CoreReady, outputs of {len(running)} steps with {running} running sequences, and None."
     within(replica.run_output, said, f"{_OUTPUT}: it ends at None", lambda: replica.output_queue.put(None))
     got = [describe(decode_from_core(data)) for data in wire.sent]
-    expect(said, "sent", [describe(message) for message in messages], got, f"{_OUTPUT}: every message but None, encoded, in order")
+    expect(
+        said, "sent", [describe(message) for message in messages], got, f"{_OUTPUT}: every message but None, encoded, in order"
+    )
     changes = [n for i, n in enumerate(running) if i == 0 or n != running[i - 1]]
     look = "when `report` is called: with `stats.load` of each EngineCoreOutputs, if it differs from what was reported before"
     expect(said, "loads reported (running)", changes, [load.running for load in wire.loads], look)
@@ -113,10 +130,8 @@ def _check_broken_wire(cls: Any) -> None:
     replica = wire.replica(cls, FakeCore(), send)
     replica.output_queue.put(CoreReady(100))
     said = "`send` raises an OSError: the socket is broken, and nobody hears this replica any more."
-    try:
+    with contextlib.suppress(OSError):
         within(replica.run_output, said, _OUTPUT)
-    except OSError:
-        pass
     got = [describe(item) for item in drain(replica.input_queue)]
     look = "the `finally` of `run_output`: without it the core would compute for nobody, forever"
     expect(said, "in the input queue", ["Shutdown"], got, look)
@@ -177,7 +192,10 @@ def run_script(cls: Any, batches: list[tuple[int, list[Any]]], **options: Any) -
 
 def describe_script(batches: list[tuple[int, list[Any]]]) -> str:
     """The messages in words."""
-    said = [f"{', '.join(map(describe, messages))} {f'after step {number}' if number else 'at the start'}" for number, messages in batches]
+    said = [
+        f"{', '.join(map(describe, messages))} {f'after step {number}' if number else 'at the start'}"
+        for number, messages in batches
+    ]
     return "; ".join(said) or "none"
 
 
@@ -212,12 +230,27 @@ def check_loop(cls: Any) -> None:
         batches = [(0, [AddRequest(make_request(seeded("loop error"), "r0", max_tokens=9, n=1))])]
         said = f"In step 2 the core raises {error!r}."
         _, answers = run_script(cls, batches, at_step=fail_at_2)
-        expect(said, "in the output queue at the end", [describe(CoreFailed(type(error).__name__, str(error))), "None"], answers[-2:], _ERROR)
+        expect(
+            said,
+            "in the output queue at the end",
+            [describe(CoreFailed(type(error).__name__, str(error))), "None"],
+            answers[-2:],
+            _ERROR,
+        )
     _, answers = run_script(cls, [])
     expect("A Shutdown comes, and nothing else.", "in the output queue", ["None"], answers, _ANSWERS)
 
 
 # -- all three threads -----------------------------------------------------------------------------------------------
+
+
+_OVERLAP = {
+    "two steps": "`run`: an input thread, an output thread, and `run_core`",
+    "in the input queue": "which thread receives: while the main thread is in a step, another one must decode what comes",
+    "sent": "which thread sends: CoreReady and the outputs of step 1 must not wait for the end of step 2",
+    "threads": "`daemon=True`: the input thread may wait for bytes forever, and the process must end nevertheless",
+    "`run` goes on": "what `run` waits for: the input thread may be waiting for bytes that never come",
+}
 
 
 def check_threads(cls: Any) -> None:
@@ -226,6 +259,13 @@ def check_threads(cls: Any) -> None:
         _check_last_words(cls, rng, fails=rng.random() < 0.5)
     _check_overlap(cls)
     _check_closed(cls)
+
+
+class MainThreads(threading.Thread):
+    """Threads as the main thread of a process makes them: they are daemons only if that is said."""
+
+    def __init__(self, *args: Any, daemon: bool = False, **options: Any) -> None:
+        super().__init__(*args, daemon=daemon, **options)
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
@@ -237,33 +277,35 @@ def wait_until(condition: Callable[[], bool]) -> bool:
 
 
 def _check_overlap(cls: Any) -> None:
-    rng, go_on, entered = seeded("overlap"), threading.Event(), threading.Event()
+    """A step that takes as long as we want."""
+    go_on, entered, before = threading.Event(), threading.Event(), set(threading.enumerate())
 
     def hold(number: int) -> None:
         if number == 2:
             entered.set()
             go_on.wait(4 * PATIENCE)
 
-    core, wire = FakeCore(hold), Wire()
-    replica = wire.replica(cls, core)
+    wire = Wire()
+    replica = wire.replica(cls, FakeCore(hold))
     thread = threading.Thread(target=replica.run, daemon=True)
-    thread.start()
+    with patch.object(threading, "Thread", MainThreads):
+        thread.start()
+        entered.wait(0.2)
     try:
-        wire.to_core.put(encode(AddRequest(make_request(rng, "r0", max_tokens=4, n=1))))
-        said = "Step 2 takes long."
-        expect("A request arrives.", "two steps", True, entered.wait(PATIENCE), "`run`: an input thread, an output thread, and `run_core`")
-        wire.to_core.put(encode(AddRequest(make_request(rng, "r1", max_tokens=4, n=1))))
-        came = wait_until(lambda: replica.input_queue.qsize() == 1)
-        look = "which thread receives: while the main thread is in a step, another one must decode what comes"
-        expect(f"{said} Meanwhile a request arrives.", "it is in the input queue before the step ends", True, came, look)
-        went = wait_until(lambda: len(wire.sent) == 2)
-        look = "which thread sends: the outputs of step 1 must not wait for the end of step 2 (and CoreReady comes first)"
-        expect(f"{said}", "CoreReady and the outputs of step 1 are sent before it ends", True, went, look)
+        wire.to_core.put(encode(AddRequest(make_request(seeded("overlap 0"), "r0", max_tokens=4, n=1, ignore_eos=True))))
+        expect("A request arrives.", "two steps", True, entered.wait(PATIENCE), _OVERLAP["two steps"])
+        wire.to_core.put(encode(AddRequest(make_request(seeded("overlap 1"), "r1", max_tokens=4, n=1))))
+        said, came = "Step 2 takes long. Meanwhile a request arrives.", lambda: replica.input_queue.qsize() == 1
+        for what, condition in (("in the input queue", came), ("sent", lambda: len(wire.sent) == 2)):
+            expect(said, f"{what} before step 2 ends", True, wait_until(condition), _OVERLAP[what])
     finally:
         go_on.set()
         wire.to_core.put(encode(Shutdown()))
         thread.join(PATIENCE)
-    expect("A Shutdown arrives.", "`run` has returned", False, thread.is_alive(), "what `run` waits for: the input thread may be waiting for bytes that never come")
+    expect("A Shutdown arrives.", "`run` goes on", False, thread.is_alive(), _OVERLAP["`run` goes on"])
+    left = [other for other in threading.enumerate() if other not in before and not other.daemon]
+    wire.to_core.put(None)
+    expect("`run` has returned.", "threads that keep the process from ending", 0, len(left), _OVERLAP["threads"])
 
 
 def _check_last_words(cls: Any, rng: Any, fails: bool) -> None:
@@ -282,14 +324,15 @@ def _check_last_words(cls: Any, rng: Any, fails: bool) -> None:
     count = rng.randint(2, 5)
     core, wire = FakeCore(end), Wire()
     replica = wire.replica(cls, core, send)
-    wire.to_core.put(encode(AddRequest(make_request(rng, "r0", max_tokens=14, n=1))))
+    wire.to_core.put(encode(AddRequest(make_request(rng, "r0", max_tokens=14, n=1, ignore_eos=True))))
     said = f"A socket that takes 10 ms for each message; in step {count} {'the core raises a RuntimeError' if fails else 'a Shutdown comes'}. `run` returns, and the process ends."
     look = "the end of `run`: join the output thread, or its last messages die with the process; nobody need wait for the input thread, a daemon"
     within(replica.run, said, look)
     got = [type(decode_from_core(data)).__name__ for data in list(sent)]
     outputs = ["EngineCoreOutputs"] * (count - fails)
     expect(said, "sent by then", ["CoreReady", *outputs, *["CoreFailed"] * fails], got, look)
-    expect(said, "blocks that CoreReady tells", core.num_gpu_blocks, decode_from_core(sent[0]).num_gpu_blocks, "CoreReady(self.core.num_gpu_blocks)")
+    blocks = decode_from_core(sent[0]).num_gpu_blocks
+    expect(said, "blocks that CoreReady tells", core.num_gpu_blocks, blocks, "CoreReady(self.core.num_gpu_blocks)")
 
 
 def _check_closed(cls: Any) -> None:
@@ -297,7 +340,8 @@ def _check_closed(cls: Any) -> None:
     wire.to_core.put(None)
     said = "The socket is closed at once: `receive` returns None."
     within(wire.replica(cls, FakeCore()).run, said, "`run_input`, which puts a Shutdown into the queue then")
-    expect(said, "sent", ["CoreReady"], [describe(decode_from_core(data)) for data in wire.sent], "the first and the last message")
+    got = [describe(decode_from_core(data)) for data in wire.sent]
+    expect(said, "sent", ["CoreReady"], got, "the first and the last message")
     asked = []
 
     def send(data: bytes) -> None:

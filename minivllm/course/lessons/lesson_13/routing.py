@@ -13,10 +13,10 @@ _TABLE_LOOKS = {
     "due": "`due`: 5 s after publishing; a change brings it forward to 0.1 s after publishing, or to now if that is over; a report that changes nothing does not",
     "published": "`loads`: the newest report of each replica, without those that are forgotten",
 }
-_SCORE_LOOK = (
-    "`score`: the greater of client_count times what this client has in flight, and the sequences that wait and run; and what waiting before a full cache adds"
-)
+_SCORE_LOOK = "`score`: the greater of client_count times what this client has in flight, and the sequences that wait and run; and what waiting before a full cache adds"
 _CHOICE_LOOK = "`choose`: the least score; among equals the first from `self.start` on, round the circle; and `start` moves on by one with each request"
+
+_PREFIX_LOOK = "`choose`: 32 for each unit of `score`, less the cached tokens; `cached_tokens` counts chunks up to the first that is not there; `remember` forgets what was not used for longest"
 
 
 def random_load(rng: random.Random) -> ReplicaLoad:
@@ -65,7 +65,10 @@ class RouterPair:
 
     def act(self, rng: random.Random) -> None:
         """Something happens, to both."""
-        action, replica = rng.choice(("route", "route", "route", "update", "finish")), rng.randrange(len(self.theirs.num_in_flight))
+        action, replica = (
+            rng.choice(("route", "route", "route", "update", "finish")),
+            rng.randrange(len(self.theirs.num_in_flight)),
+        )
         if action == "finish" and self.busy:
             replica = self.busy.pop(rng.randrange(len(self.busy)))
             self.said += f" Replica {replica} finishes one."
@@ -105,7 +108,11 @@ def check_least_loaded(cls: Any) -> None:
         choices += [router.route([1]) for _ in range(size)]
         said = f"Replica 1 of {size} has nothing, the others 2 running. {size * count} requests in a burst, then the coordinator repeats the loads of before, then {size} more."
         most = max(map(choices.count, choices))
-        require(True, most <= count + 3, f"{said}\nExpected at the busiest replica: not more than {count + 3}\nGot at the busiest replica: {most}\nLook at `assign` and `score`: what was sent counts at once, also when a load is older than that.")
+        require(
+            True,
+            most <= count + 3,
+            f"{said}\nExpected at the busiest replica: not more than {count + 3}\nGot at the busiest replica: {most}\nLook at `assign` and `score`: what was sent counts at once, also when a load is older than that.",
+        )
 
 
 # -- prefixes --------------------------------------------------------------------------------------------------------
@@ -149,40 +156,54 @@ class PrefixModel:
 def check_prefix(cls: Any) -> None:
     """A prompt goes where its beginning is, unless that costs more than it saves, or that replica is far busier."""
     _check_crowd(cls)
-    cls = type("SmallChunks", (cls,), {"CHUNK": 24})
-    for rng in rounds("prefix", 60):
-        size, capacity = rng.randint(2, 4), rng.choice((6, 150))
-        router, least = cls(), LeastLoadedRouter()
-        for replica in range(size):
-            router.open(replica, cache_tokens=capacity * cls.CHUNK)
-            least.open(replica)
-        model = PrefixModel(router, capacity)
-        stems = [[rng.randrange(50) for _ in range(cls.CHUNK * rng.randint(1, 50))] for _ in range(3)]
-        said = f"{size} replicas, caches of {capacity} chunks of {cls.CHUNK} tokens."
-        for number in range(20):
-            stem = rng.randrange(3)
-            prompt = stems[stem] + [rng.randrange(50) for _ in range(rng.choice((3, cls.CHUNK)))]
-            avoid = rng.choice(([], [], [], [rng.randrange(size)]))
-            replica, load = rng.randrange(size), ReplicaLoad(running=rng.choice((0, 1, 3, 8, 10, 11, 15, 16, 17, 32, 33)))
-            if rng.random() < 0.4:
-                said += f" Replica {replica} is said to have {load.running} running."
-                router.update(replica, load)
-                least.update(replica, load)
-            said += f" A prompt of {len(prompt)} tokens that begins like number {stem}{f', not to replica {avoid[0]}' if avoid else ''}."
-            expected = model.choose(prompt, avoid, _nearest(least, avoid))
-            got = router.route(prompt, avoid)
-            look = "`choose`: 32 for each unit of `score`, less the cached tokens; `cached_tokens` counts chunks up to the first that is not there; `remember` forgets what was not used for longest"
-            expect(said, "it goes to replica", expected, got, look)
-            least.assign(expected)
-            said = said[-500:] + f" It goes to {expected}."
     for rng in rounds("cached", 6):
-        router, hashes = cls(), [rng.randrange(10**6) for _ in range(8)]
-        router.open(0, 10**4)
-        known = [name for name in hashes if rng.random() < 0.8]
-        router.seen[0].update(dict.fromkeys(known))
-        count = next((i for i, name in enumerate(hashes) if name not in known), len(hashes))
-        said = f"Hashes {hashes}, of which {known} are at the replica; chunks of {cls.CHUNK} tokens."
-        expect(said, "cached_tokens", count * cls.CHUNK, router.cached_tokens(0, hashes), "`cached_tokens`: it ends at the first hash that is not there")
+        _check_cached(cls, rng)
+    small = type("SmallChunks", (cls,), {"CHUNK": 24})
+    for rng in rounds("prefix", 60):
+        _check_prompts(small, rng)
+
+
+def _check_cached(cls: Any, rng: random.Random) -> None:
+    router, hashes = cls(), [rng.randrange(10**6) for _ in range(8)]
+    router.open(0, 10**4)
+    known = [name for name in hashes if rng.random() < 0.8]
+    router.seen[0].update(dict.fromkeys(known))
+    count = next((i for i, name in enumerate(hashes) if name not in known), len(hashes))
+    said = f"Hashes {hashes}, of which {known} are at the replica; chunks of {cls.CHUNK} tokens."
+    expect(
+        said,
+        "cached_tokens",
+        count * cls.CHUNK,
+        router.cached_tokens(0, hashes),
+        "`cached_tokens`: it ends at the first hash that is not there",
+    )
+
+
+def _check_prompts(cls: Any, rng: random.Random) -> None:
+    """Prompts with beginnings in common, and loads that change."""
+    size, capacity, chunk = rng.randint(2, 4), rng.choice((6, 150)), cls.CHUNK
+    router, least = cls(), LeastLoadedRouter()
+    for replica in range(size):
+        router.open(replica, cache_tokens=capacity * chunk)
+        least.open(replica)
+    model = PrefixModel(router, capacity)
+    stems = [[rng.randrange(50) for _ in range(chunk * rng.randint(1, 50))] for _ in range(3)]
+    start, recent = f"{size} replicas, caches of {capacity} chunks of {chunk} tokens.", ""
+    for _ in range(20):
+        stem, avoid = rng.randrange(3), rng.choice(([], [], [], [rng.randrange(size)]))
+        prompt = stems[stem] + [rng.randrange(50) for _ in range(rng.choice((3, chunk)))]
+        if rng.random() < 0.4:
+            replica, load = rng.randrange(size), ReplicaLoad(running=rng.choice((0, 1, 3, 8, 10, 11, 15, 16, 17, 32, 33)))
+            recent += f" Replica {replica} is said to have {load.running} running."
+            router.update(replica, load)
+            least.update(replica, load)
+        recent += (
+            f" A prompt of {len(prompt)} tokens that begins like number {stem}{f', not to replica {avoid[0]}' if avoid else ''}."
+        )
+        expected = model.choose(prompt, avoid, _nearest(least, avoid))
+        expect(f"{start} …{recent}", "it goes to replica", expected, router.route(prompt, avoid), _PREFIX_LOOK)
+        least.assign(expected)
+        recent = f"{recent[-400:]} It goes to {expected}."
 
 
 def _nearest(least: LeastLoadedRouter, avoid: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""Cores, wires and clusters for the checks of lesson 13: no model, no sockets, no processes. What a check cannot wait for forever has a limit."""
+"""Cores, wires and clusters for the checks of lesson 13: no model, no sockets, no processes, and nothing that can hang."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class FakeCore:
         sequences = []
         for index, tokens in list(output.items()):
             tokens.append(token_at(request, index, tokens))
-            reason = "stop" if tokens[-1] in request.eos_token_ids else None
+            reason = "stop" if tokens[-1] in request.stop_reasons else None
             if reason is None and len(request.prompt_token_ids) + len(tokens) >= request.max_num_tokens:
                 reason = "length"
             sequences.append(NewTokens(index, tokens[-1:], finish_reason=reason))
@@ -156,7 +156,7 @@ def undisturbed(request: EngineCoreRequest) -> dict[int, tuple[str, str]]:
         stream, tokens, reason = TextStream(Letters(), request), [], None
         while reason is None:
             tokens.append(token_at(request, index, tokens))
-            if tokens[-1] in request.eos_token_ids:
+            if tokens[-1] in request.stop_reasons:
                 reason = "stop"
             elif len(tokens) == request.sampling_params.max_tokens:
                 reason = "length"
@@ -187,7 +187,9 @@ def unbroken(run: Callable[[], Any], said: str, look: str) -> None:
     try:
         run()
     except Endless:
-        fail(f"{said}\nExpected: it waits until there is something to do\nGot: it goes round and round, which takes a whole processor.\nLook at {look}.")
+        fail(
+            f"{said}\nExpected: it waits until there is something to do\nGot: it goes round and round, which takes a whole processor.\nLook at {look}."
+        )
 
 
 def within(run: Callable[[], Any], said: str, look: str, release: Callable[[], Any] = lambda: None) -> None:
@@ -268,7 +270,7 @@ class Cluster:
     """
 
     def __init__(self, cls: Any, rng: random.Random, size: int) -> None:
-        self.rng, self.size = rng, size
+        self.rng, self._num_submitted = rng, 0
         self.cores: dict[int, FakeCore] = {}
         self.inbox: dict[int, deque[Any]] = {}
         self.outbox: list[tuple[int, deque[EngineCoreOutput]]] = []
@@ -292,7 +294,9 @@ class Cluster:
         try:
             message = decode_to_core(encode(message))
         except msgspec.DecodeError as error:
-            fail(f"{message} is sent.\nExpected: a message that the replica can decode\nGot: {error}.\nLook at `self.send` and what it is given.")
+            fail(
+                f"{message} is sent.\nExpected: a message that the replica can decode\nGot: {error}.\nLook at `self.send` and what it is given."
+            )
         self.sent.append((replica, message))
         if replica in self.inbox:
             self.inbox[replica].append(message)
@@ -324,8 +328,7 @@ class Cluster:
         core = self.cores[replica]
         core._num_polls = 0
         if core.has_unfinished_requests():
-            wire = next(wire for rank, wire in reversed(self.outbox) if rank == replica)
-            wire.extend(core.step().outputs)
+            self._wire_of(replica).extend(core.step().outputs)
 
     def deliver(self, count: int | None = None) -> None:
         """The client reads that many outputs, of processes in any order; all if None."""
@@ -334,11 +337,25 @@ class Cluster:
             self.told(self.client.take(replica, wire.popleft()))
             count = None if count is None else count - 1
 
-    def kill(self, replica: int, is_heard: bool = True) -> None:
-        """A process ends. What it has sent may be read later than the news of its end."""
-        del self.cores[replica], self.inbox[replica]
-        if is_heard:
-            self.told(self.client.lose(replica))
+    def submit(self, count: int, **options: Any) -> list[EngineCoreRequest]:
+        """Requests come: with these sampling parameters, and random ones if none are given."""
+        requests = []
+        for _ in range(count):
+            requests.append(make_request(self.rng, f"r{self._num_submitted}", **(options or random_options(self.rng))))
+            self._num_submitted += 1
+            self.client.submit(requests[-1])
+        return requests
+
+    def kill(self, replica: int, *, goes_on: bool = False) -> None:
+        """A process ends, or is only given up, and goes on for three steps. What it has sent may be read later than the news of its end."""
+        core, wire = self.cores.pop(replica), self._wire_of(replica)
+        del self.inbox[replica]
+        self.told(self.client.lose(replica))
+        for _ in range(3 if goes_on else 0):
+            wire.extend(core.step().outputs)
+
+    def _wire_of(self, replica: int) -> deque[EngineCoreOutput]:
+        return next(wire for rank, wire in reversed(self.outbox) if rank == replica)
 
     def run(self, num_steps: int = 200) -> None:
         """Let all replicas compute until they have nothing to do."""

@@ -1,8 +1,7 @@
-"""Replicas of a learner's in real processes, and the check of lesson 13 that kills one of them."""
+"""Replicas of a learner's in real processes, with the learner's client in front of them: for the last check of lesson 13."""
 
 from __future__ import annotations
 
-import random
 import shutil
 import time
 import weakref
@@ -18,7 +17,16 @@ from minivllm.config import EngineArgs
 from minivllm.course.lessons.in_flight import Delta
 from minivllm.course.lessons.replica_process import LOAD, Setup
 from minivllm.engine.core_handle import make_socket_folder
-from minivllm.engine.core_messages import CoreFailed, CoreReady, EngineCoreOutputs, ReplicaLoad, Shutdown, decode_from_core, encode
+from minivllm.engine.core_messages import (
+    AddRequest,
+    CoreFailed,
+    CoreReady,
+    EngineCoreOutputs,
+    ReplicaLoad,
+    Shutdown,
+    decode_from_core,
+    encode,
+)
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.input_processor import InputProcessor
 from minivllm.executor.processes import ChildProcess
@@ -29,10 +37,6 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 PATIENCE = 30.0
 """Seconds without a token after which nothing more will come."""
-PROMPTS = (
-    "The capital of France is", "Once upon a time", "Water boils when", "1, 2, 3, 4,", "My favourite colour is", "Ships float because",
-    "The best way to learn is", "Roses are red,",
-)  # fmt: skip
 
 
 @dataclass
@@ -53,8 +57,8 @@ class Replicas:
         cache = self.config.cache_config
         self.cache_tokens = cache.block_size * (cache.num_gpu_blocks_override or 0)
         self._cls, self._context, self._num_started = cloudpickle.dumps(replica_cls), zmq.Context(), 0
-        self._folder = make_socket_folder()
-        self._remove = weakref.finalize(self, shutil.rmtree, self._folder, True)
+        self.folder = make_socket_folder()
+        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, True)
         self.alive: dict[int, Replica] = {}
         self._old: list[tuple[int, Replica]] = []
         """Processes that have ended; what they have sent may still be there."""
@@ -64,11 +68,11 @@ class Replicas:
     def start(self, rank: int) -> None:
         """Start a process. It says when it is ready."""
         self._num_started += 1
-        addresses = [f"ipc://{self._folder}/{name}-{self._num_started}" for name in ("to", "from")]
+        addresses = [f"ipc://{self.folder}/{name}-{self._num_started}" for name in ("to", "from")]
         sockets: list[Any] = [self._context.socket(kind) for kind in (zmq.PUSH, zmq.PULL)]
         for made, address in zip(sockets, addresses, strict=True):
             made.bind(address)
-        setup = Setup(self.config.to_bytes(), self._cls, self._folder, *addresses)
+        setup = Setup(self.config.to_bytes(), self._cls, self.folder, *addresses)
         self.alive[rank] = Replica(ChildProcess("minivllm.course.lessons.replica_process", setup, 1), *sockets)
 
     def send(self, rank: int, message: Any) -> None:
@@ -114,12 +118,19 @@ class Written:
         ends: By request, why it ended.
         events: When each piece came, in seconds, of which request, and from which replica.
         deaths: When which replica died.
+        sent: The requests in the order in which they were sent to replicas; one that was sent again is there again.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
     ends: dict[str, list[str]] = field(default_factory=dict)
     events: list[tuple[float, str, int]] = field(default_factory=list)
     deaths: list[tuple[float, int]] = field(default_factory=list)
+    sent: list[str] = field(default_factory=list)
+
+    @property
+    def moved(self) -> int:
+        """How many requests were sent more than once."""
+        return len(self.sent) - len(set(self.sent))
 
     def add(self, deltas: list[Delta], rank: int, now: float) -> None:
         """The users read."""
@@ -135,19 +146,26 @@ class Service:
 
     def __init__(self, replicas: Replicas, client_cls: Any, router: Any, coordinator_cls: Any) -> None:
         self.replicas = replicas
-        self.client = client_cls(router, replicas.send, replicas.tokenizer)
+        self.client = client_cls(router, self._send, replicas.tokenizer)
         self.router, self.coordinator = router, coordinator_cls(time.monotonic())
         configs = replicas.config.model_config, replicas.config.scheduler_config
         self._process = InputProcessor(*configs, replicas.tokenizer, replicas.cache_tokens).process_inputs
-        self.num_sent = 0
+        self._written = Written()
+
+    def _send(self, rank: int, message: Any) -> None:
+        if isinstance(message, AddRequest):
+            self._written.sent.append(message.request.request_id)
+        self.replicas.send(rank, message)
 
     def wait(self, size: int) -> None:
         """Until so many replicas are ready."""
         self._run(Written(), lambda: len(self.client.replicas) >= size)
 
-    def write(self, prompts: tuple[str, ...], params: list[SamplingParams], kill_after: int | None = None, rank: int = 0) -> Written:
+    def write(
+        self, prompts: tuple[str, ...], params: list[SamplingParams], kill_after: int | None = None, rank: int = 0
+    ) -> Written:
         """Continue the prompts; after so many tokens kill a replica."""
-        written = Written()
+        written = self._written = Written()
         for number, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
             self.client.submit(self._process(f"r{number}", prompt, how).core_request)
 
@@ -187,33 +205,9 @@ class Service:
             return [delta for output in message.outputs for delta in self.client.take(rank, output)]
         elif isinstance(message, str | CoreFailed):
             if rank not in self.client.replicas and isinstance(message, str):
-                raise AssertionError(f"The process of replica {rank} {message} before it was ready.\nLook at MyReplica.run: its first message is CoreReady.")
+                raise AssertionError(
+                    f"The process of replica {rank} {message} before it was ready.\nLook at MyReplica.run: its first message is CoreReady."
+                )
             self.coordinator.forget(rank)
             return self.client.lose(rank)
         return []
-
-
-def check_kill(replica_cls: Any, client_cls: Any, router_cls: Any, coordinator_cls: Any) -> list[str]:
-    """Two processes write eight texts; then they write them again, and one is killed at some token. The texts are the same, to the byte.
-
-    Returns:
-        Lines that say what happened.
-    """
-    with Replicas(replica_cls) as replicas:
-        service = Service(replicas, client_cls, router_cls(), coordinator_cls)
-        service.wait(2)
-        params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(len(PROMPTS))]
-        expected = service.write(PROMPTS, params)
-        killed, after = random.randrange(2), random.randint(8, 120)
-        got = service.write(PROMPTS, params, after, killed)
-    said = f"Eight streams from two processes; replica {killed} was killed after {after} tokens."
-    for number, prompt in enumerate(PROMPTS):
-        name = f"r{number}"
-        assert got.texts[name] == expected.texts[name] and got.ends[name] == expected.ends[name], (
-            f"{said} {name} begins with {prompt!r}.\nExpected text: {expected.texts[name]!r} {expected.ends[name]}\n"
-            f"Got text: {got.texts[name]!r} {got.ends[name]}\nLook at what `to_send` takes along, and what `take` lets through."
-        )
-    moved = {name for _, name, rank in got.events if rank != killed} & {name for _, name, rank in got.events if rank == killed}
-    return [said, f"{len(moved)} of its streams went on at the other one, and all eight texts are the same, to the byte.", *(
-        f"{prompt}{got.texts[f'r{number}']}" for number, prompt in enumerate(PROMPTS[:3])
-    )]  # fmt: skip
