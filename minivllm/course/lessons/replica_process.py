@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import sys
 from typing import Any
 
 import msgspec
 import zmq
 
-from minivllm.engine.core_messages import ReplicaLoad
+from minivllm.engine.core_messages import KillReplica, ReplicaLoad, encode
 from minivllm.engine.engine_core import EngineCore
 from minivllm.executor.processes import LifeSigns, exit_with_parent, read_setup
 
+KILL = encode(KillReplica())
 CORE, LOAD = b"core", b"load"
 """The first frame of a message says for whom it is: for the client, or for the coordinator."""
 
@@ -41,9 +44,15 @@ def run(setup: Setup) -> None:
     def report(load: ReplicaLoad) -> None:
         outputs.send_multipart([LOAD, msgspec.msgpack.encode(load)])
 
+    def receive() -> bytes:
+        data: bytes = inputs.recv()
+        if data == KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return data
+
     replica_cls = pickle.loads(setup.replica_cls)
     core = EngineCore.from_config(pickle.loads(setup.config))
-    replica_cls(core, inputs.recv, send, report).run()
+    replica_cls(core, receive, send, report).run()
     core.shutdown()
     outputs.close(linger=1000)
 

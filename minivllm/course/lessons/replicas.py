@@ -22,6 +22,7 @@ from minivllm.engine.core_messages import (
     CoreFailed,
     CoreReady,
     EngineCoreOutputs,
+    KillReplica,
     ReplicaLoad,
     Shutdown,
     decode_from_core,
@@ -81,8 +82,8 @@ class Replicas:
             self.alive[rank].to_core.send(encode(message))
 
     def kill(self, rank: int) -> None:
-        """SIGKILL: the process has no time for a last word."""
-        self.alive[rank].process.kill()
+        """The process gets a SIGKILL, from itself, whatever its other threads do: there is no time for a last word."""
+        self.send(rank, KillReplica())
 
     def messages(self) -> Iterator[tuple[int, Any]]:
         """What has come: a rank, and a message, a load, or how its process has ended, in words."""
@@ -103,8 +104,7 @@ class Replicas:
             self.send(rank, Shutdown())
         for replica in self.alive.values():
             replica.process.wait(2.0)
-            replica.process.kill()
-            replica.process.shutdown()
+            replica.process.shutdown()  # a process ends when its standard input is closed, whatever the learner's threads do
         self._context.destroy(linger=0)
         self._remove()
 
@@ -165,6 +165,8 @@ class Service:
         self, prompts: tuple[str, ...], params: list[SamplingParams], kill_after: int | None = None, rank: int = 0
     ) -> Written:
         """Continue the prompts; after so many tokens kill a replica."""
+        now = time.monotonic()
+        self._run(Written(), lambda: time.monotonic() > now + 0.3)  # until the loads of what was written before are forgotten
         written = self._written = Written()
         for number, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
             self.client.submit(self._process(f"r{number}", prompt, how).core_request)
