@@ -58,6 +58,26 @@ def test_any_router_can_be_simulated():
     assert chosen == [number % 4 for number in range(50)]
 
 
+class Broken:
+    """A replica whose process fails."""
+
+    def __init__(self, *arguments):
+        pass
+
+    def run(self):
+        raise ValueError("there is a mistake in it")
+
+
+@pytest.mark.slow
+def test_what_fails_in_a_process_is_said_here():
+    mine = answers()
+    with (
+        Replicas(Broken, size=1) as replicas,
+        pytest.raises(AssertionError, match="failed: ValueError: there is a mistake in it"),
+    ):
+        Service(replicas, mine["MyClient"], mine["MyRouter"](), mine["MyCoordinator"]).wait(1)
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_twenty_kills_at_random_tokens_lose_nothing_and_double_nothing():

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from minivllm.engine.core_messages import KillReplica, ReplicaLoad, encode
+from minivllm.engine.core_messages import CoreFailed, KillReplica, ReplicaLoad, encode
 from minivllm.engine.engine_core import EngineCore
 from minivllm.executor.processes import LifeSigns, exit_with_parent, read_setup
 
@@ -50,10 +50,13 @@ def run(setup: Setup) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return data
 
-    replica_cls = pickle.loads(setup.replica_cls)
-    core = EngineCore.from_config(pickle.loads(setup.config))
-    replica_cls(core, receive, send, report).run()
-    core.shutdown()
+    try:
+        replica_cls = pickle.loads(setup.replica_cls)
+        core = EngineCore.from_config(pickle.loads(setup.config))
+        replica_cls(core, receive, send, report).run()
+        core.shutdown()
+    except Exception as error:
+        send(encode(CoreFailed(type(error).__name__, str(error))))
     outputs.close(linger=1000)
 
 

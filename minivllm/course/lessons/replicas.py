@@ -36,8 +36,8 @@ from minivllm.sampling_params import SamplingParams
 OPTIONS: dict[str, Any] = {
     "model": "smollm2-135m", "dtype": "float32", "max_num_seqs": 8, "max_model_len": 256, "num_gpu_blocks_override": 128, "enforce_eager": True,
 }  # fmt: skip
-PATIENCE = 30.0
-"""Seconds without a token after which nothing more will come."""
+PATIENCE, PATIENCE_AT_START = 30.0, 300.0
+"""Seconds without a message after which nothing more will come; a process may have to compile kernels first."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ class Service:
 
     def wait(self, size: int) -> None:
         """Until so many replicas are ready."""
-        self._run(Written(), lambda: len(self.client.replicas) >= size)
+        self._run(Written(), lambda: len(self.client.replicas) >= size, PATIENCE_AT_START)
 
     def write(
         self, prompts: tuple[str, ...], params: list[SamplingParams], kill_after: int | None = None, rank: int = 0
@@ -180,7 +180,7 @@ class Service:
         self._run(written, is_done)
         return written
 
-    def _run(self, written: Written, is_done: Callable[[], bool]) -> None:
+    def _run(self, written: Written, is_done: Callable[[], bool], patience: float = PATIENCE) -> None:
         """Hand on messages until all is done."""
         latest = time.monotonic()
         while not is_done():
@@ -191,10 +191,11 @@ class Service:
             if now >= self.coordinator.due:
                 for rank, load in self.coordinator.publish(now).items():
                     self.router.update(rank, load)
-            if now - latest > PATIENCE:
+            if now - latest > patience:
                 raise AssertionError(
-                    f"Two processes, {len(self.client.requests)} requests in flight.\nExpected: they end\nGot: nothing has come for {PATIENCE:g} seconds.\n"
-                    "Look at `retry` and `take` of the client, and at `run` of the replica."
+                    f"Two processes, of which {len(self.client.replicas)} take requests; {len(self.client.requests)} requests are in flight.\n"
+                    f"Expected: they end\nGot: nothing has come for {patience:g} seconds.\n"
+                    "Look at `run` of the replica, whose first message is CoreReady, and at `retry` and `take` of the client."
                 )
             time.sleep(0.001)
 
@@ -205,11 +206,11 @@ class Service:
             self.client.join(rank, self.replicas.cache_tokens)
         elif isinstance(message, EngineCoreOutputs):
             return [delta for output in message.outputs for delta in self.client.take(rank, output)]
-        elif isinstance(message, str | CoreFailed):
-            if rank not in self.client.replicas and isinstance(message, str):
-                raise AssertionError(
-                    f"The process of replica {rank} {message} before it was ready.\nLook at MyReplica.run: its first message is CoreReady."
-                )
+        elif isinstance(message, CoreFailed):
+            raise AssertionError(
+                f"The process of replica {rank} has failed: {message.cause}\nLook at MyReplica, around which it runs."
+            )
+        elif rank in self.client.replicas:  # how it has ended
             self.coordinator.forget(rank)
-            return self.client.lose(rank)
+            return self.client.lose(rank) or []
         return []

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from minivllm.course.lessons.fake_replicas import Cluster, FakeCore, Wire, within
 from minivllm.course.lessons.replicas import Replicas, Service, Written
+from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.sampling_params import SamplingParams
 
 PROMPTS = (
@@ -25,12 +27,31 @@ def compare_written(said: str, expected: Written, got: Written) -> None:
         )
 
 
+def rehearse(replica_cls: Any, client_cls: Any, router_cls: Any, coordinator_cls: Any) -> None:
+    """A moment without a model: what is not written yet is noticed before processes load one."""
+    wire = Wire()
+    wire.to_core.put(None)
+    within(wire.replica(replica_cls, FakeCore()).run, "The socket is closed at once.", "`run`")
+    cluster = Cluster(client_cls, random.Random(0), 2)
+    cluster.submit(2)
+    cluster.kill(0)
+    cluster.run()
+    router, coordinator = router_cls(), coordinator_cls(0.0)
+    router.open(0)
+    router.finish(router.route([1, 2, 3]))
+    coordinator.report(0, ReplicaLoad(), 0.0)
+    for replica, load in coordinator.publish(0.1).items():
+        router.update(replica, load)
+    coordinator.forget(0)
+
+
 def check_kill(replica_cls: Any, client_cls: Any, router_cls: Any, coordinator_cls: Any) -> list[str]:
     """Two processes write eight texts; then they write them again, and one is killed at some token. The texts are the same, to the byte.
 
     Returns:
         Lines that say what happened.
     """
+    rehearse(replica_cls, client_cls, router_cls, coordinator_cls)
     with Replicas(replica_cls) as replicas:
         service = Service(replicas, client_cls, router_cls(), coordinator_cls)
         service.wait(2)
