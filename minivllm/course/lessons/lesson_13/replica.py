@@ -151,20 +151,32 @@ class Script:
         self._core, self._batches, self._items = core, deque(batches), deque[Any]()
         self._num_misses = 0
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """As of a queue, but nobody waits: the next batch comes at once."""
+    def qsize(self) -> int:
+        """How many messages are there."""
         while self._batches and self._batches[0][0] <= self._core.num_steps:
             self._items += self._batches.popleft()[1]
-        if block and not self._items:
+        self._num_misses = 0 if self._items else self._num_misses + 1
+        if self._num_misses > MOST_POLLS:
+            raise Endless
+        return len(self._items)
+
+    def empty(self) -> bool:
+        """Whether none is there."""
+        return not self.qsize()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """As of a queue, but nobody waits: the next batch comes at once."""
+        if block and self.empty():
             if self._core.requests:
                 self._core.calls.append("it waits for a message")
             self._items += self._batches.popleft()[1] if self._batches else [Shutdown()]
-        self._num_misses += not self._items
-        if self._num_misses > MOST_POLLS:
-            raise Endless
-        if not self._items:
+        if self.empty():
             raise queue.Empty
         return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        """As of a queue."""
+        return self.get(block=False)
 
 
 class PackageLoop(EngineCoreLoop):
