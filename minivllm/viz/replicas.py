@@ -185,7 +185,7 @@ def draw_streams(
         events: (when, which stream), in seconds.
         killed: When it was killed.
         moved: The streams that it had.
-        before, after: How many seconds to show.
+        before, after: How many seconds to show; more where a stream pauses for longer.
     """
     names = sorted({name for _, name in events}, key=lambda name: (name in moved, name))
     figure = Figure(figsize=(WIDTH, 0.9 + 0.3 * len(names)), layout="constrained")
@@ -195,6 +195,7 @@ def draw_streams(
         color = request_color(int(name.lstrip("r")))
         last, following = max((t for t in times if t <= 0), default=None), min((t for t in times if t > 0), default=None)
         if name in moved and last is not None and following is not None:
+            after = max(after, following + 0.3)
             axes.barh(row, following - last, left=last, height=0.62, color=tint(color, 0.75), zorder=1)
         axes.plot(times, [row] * len(times), "|", color=color, markersize=11, markeredgewidth=1.6, zorder=2)
     axes.axvline(0, color=INK, linestyle=(0, (4, 3)), linewidth=1.2)
