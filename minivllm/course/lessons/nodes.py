@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from typing import Any
 
@@ -28,12 +32,13 @@ def _end(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 class HeadlessNode:
-    """The process. It is ended by `end`, when this object is garbage, and when Python exits.
+    """The process. It is ended by `end`, when this object is garbage, and when this process ends, however that comes about.
 
     Args:
         model: As in `LLM`.
@@ -42,12 +47,12 @@ class HeadlessNode:
     """
 
     def __init__(self, model: str, start_rank: int, **options: Any) -> None:
-        command = [sys.executable, "-m", "minivllm.entrypoints.cli.main", "serve", model, "--headless", "--no-restart-engine"]
+        command = [sys.executable, "-m", "minivllm.course.lessons.nodes", "serve", model, "--headless", "--no-restart-engine"]
         for name, value in {**options, "data_parallel_start_rank": start_rank}.items():
             flag = name.replace("_", "-")
             command += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
         self._finalizer = weakref.finalize(self, _end, self._process)
 
@@ -58,11 +63,24 @@ class HeadlessNode:
 
     def wait_for_end(self, seconds: float = 60.0) -> str:
         """What it has said, when it has ended by itself."""
-        said = ""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            said, _ = self._process.communicate(timeout=seconds)
-        return said.strip()
+            self._process.wait(seconds)
+            assert self._process.stdout is not None
+            return self._process.stdout.read().strip()
+        return ""
 
     def end(self) -> None:
         """End it, and its replicas."""
         self._finalizer()
+
+
+def _end_with_parent() -> None:
+    """End like after SIGTERM when the parent, which alone holds the other end of standard input, has ended."""
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    runpy.run_module("minivllm.entrypoints.cli.main", run_name="__main__")
