@@ -35,7 +35,7 @@ from minivllm.sampling_params import SamplingParams
 
 PATIENCE = 5.0
 """Seconds after which a thread hangs."""
-MOST_POLLS = 2000
+MOST_POLLS = 200
 """How often a loop may ask for something to do in vain."""
 
 
@@ -58,12 +58,18 @@ class FakeCore:
         requests: Those that it has, and the output so far of their unfinished continuations.
         calls: What it was told, in words.
         at_step: Called at the end of a step, with its number from 1 on: for messages that come in the meantime.
+        at_request: Called with each request before it is taken.
     """
 
     num_gpu_blocks = 100
+    max_model_len = 50
 
-    def __init__(self, at_step: Callable[[int], None] = lambda number: None) -> None:
-        self.at_step = at_step
+    def __init__(
+        self,
+        at_step: Callable[[int], None] = lambda number: None,
+        at_request: Callable[[EngineCoreRequest], None] = lambda request: None,
+    ) -> None:
+        self.at_step, self.at_request = at_step, at_request
         self.requests: dict[str, tuple[EngineCoreRequest, dict[int, list[int]], RequestMetrics]] = {}
         self.calls: list[str] = []
         self.num_steps = self._num_polls = 0
@@ -72,6 +78,9 @@ class FakeCore:
         """Take a request, perhaps one that another core has begun."""
         if request.request_id in self.requests:
             raise RequestError(f"There is already a request {request.request_id!r}: choose another id.")
+        if request.max_num_tokens > self.max_model_len:
+            raise RequestError(f"The request needs {request.max_num_tokens} tokens, and the model takes {self.max_model_len}.")
+        self.at_request(request)
         self.calls.append(f"add_request {request.request_id}")
         output: dict[int, list[int]] = {index: [] for index in range(request.sampling_params.n)}
         resumption = request.resumption or Resumption(output, RequestMetrics(request.arrival_time))
@@ -151,19 +160,22 @@ def random_options(rng: random.Random) -> dict[str, Any]:
 
 def undisturbed(request: EngineCoreRequest) -> dict[int, tuple[str, str]]:
     """The text of each continuation if nothing happens, and why it ends."""
-    result = {}
-    for index in range(request.sampling_params.n):
-        stream, tokens, reason = TextStream(Letters(), request), [], None
-        while reason is None:
-            tokens.append(token_at(request, index, tokens))
-            if tokens[-1] in request.stop_reasons:
-                reason = "stop"
-            elif len(tokens) == request.sampling_params.max_tokens:
-                reason = "length"
-            stream.add(tokens[-1:], reason is not None)
-            reason = "stop" if stream.stop is not None else reason
-        result[index] = stream.text, reason
-    return result
+    streams = {index: undisturbed_stream(request, index) for index in range(request.sampling_params.n)}
+    return {index: (stream.text, reason) for index, (stream, reason) in streams.items()}
+
+
+def undisturbed_stream(request: EngineCoreRequest, index: int) -> tuple[TextStream, str]:
+    """One continuation if nothing happens, and why it ends."""
+    stream, tokens, reason = TextStream(Letters(), request), [], None  # type: ignore[var-annotated]
+    while reason is None:
+        tokens.append(token_at(request, index, tokens))
+        if tokens[-1] in request.stop_reasons:
+            reason = "stop"
+        elif len(tokens) == request.sampling_params.max_tokens:
+            reason = "length"
+        stream.add(tokens[-1:], reason is not None)
+        reason = "stop" if stream.stop is not None else reason
+    return stream, reason
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------
@@ -188,7 +200,7 @@ def unbroken(run: Callable[[], Any], said: str, look: str) -> None:
         run()
     except Endless:
         fail(
-            f"{said}\nExpected: it waits until there is something to do\nGot: it goes round and round, which takes a whole processor.\nLook at {look}."
+            f"{said}\nExpected: it waits until there is something to do\nGot: it asks again and again, instead of waiting (`get(block=True)`).\nLook at {look}."
         )
 
 
@@ -316,6 +328,11 @@ class Cluster:
             message = inbox.popleft()
             kind = type(message).__name__
             if kind == "AddRequest":
+                if message.request.request_id in core.requests:
+                    fail(
+                        f"{message.request.request_id} is sent to replica {replica}, which has it already.\nExpected: it is sent once\n"
+                        "Got: a second AddRequest.\nLook at `retry`: only what waits is sent, and `replica` says where it is."
+                    )
                 core.add_request(message.request)
             elif kind == "AbortRequests":
                 core.abort_requests(message.request_ids)

@@ -63,8 +63,7 @@ class Replicas:
         self.alive: dict[int, Replica] = {}
         self._old: list[tuple[int, Replica]] = []
         """Processes that have ended; what they have sent may still be there."""
-        for rank in range(size):
-            self.start(rank)
+        self._size = size
 
     def start(self, rank: int) -> None:
         """Start a process. It says when it is ready."""
@@ -97,6 +96,12 @@ class Replicas:
                 yield rank, end
 
     def __enter__(self) -> Replicas:
+        try:
+            for rank in range(self._size):
+                self.start(rank)
+        except BaseException:  # also an interrupt: nobody else would end them
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -151,6 +156,8 @@ class Service:
         configs = replicas.config.model_config, replicas.config.scheduler_config
         self._process = InputProcessor(*configs, replicas.tokenizer, replicas.cache_tokens).process_inputs
         self._written = Written()
+        self._early_end = ""
+        """Of a process that ended before it took requests: what is to be said of it."""
 
     def _send(self, rank: int, message: Any) -> None:
         if isinstance(message, AddRequest):
@@ -191,10 +198,10 @@ class Service:
             if now >= self.coordinator.due:
                 for rank, load in self.coordinator.publish(now).items():
                     self.router.update(rank, load)
-            if now - latest > patience:
+            if now - latest > (1.0 if self._early_end else patience):  # its last words may still be on the way
                 raise AssertionError(
                     f"Two processes, of which {len(self.client.replicas)} take requests; {len(self.client.requests)} requests are in flight.\n"
-                    f"Expected: they end\nGot: nothing has come for {patience:g} seconds.\n"
+                    f"Expected: they end\nGot: {self._early_end or f'nothing has come for {patience:g} seconds'}.\n"
                     "Look at `run` of the replica, whose first message is CoreReady, and at `retry` and `take` of the client."
                 )
             time.sleep(0.001)
@@ -213,4 +220,6 @@ class Service:
         elif rank in self.client.replicas:  # how it has ended
             self.coordinator.forget(rank)
             return self.client.lose(rank) or []
+        else:
+            self._early_end = f"the process of replica {rank} {message} before it took requests"
         return []

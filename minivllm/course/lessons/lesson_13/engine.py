@@ -7,7 +7,8 @@ from typing import Any
 
 from minivllm.course.lessons.fake_replicas import Cluster, FakeCore, Wire, within
 from minivllm.course.lessons.replicas import Replicas, Service, Written
-from minivllm.engine.core_messages import ReplicaLoad
+from minivllm.course.observations import expect
+from minivllm.engine.core_messages import ReplicaLoad, decode_from_core
 from minivllm.sampling_params import SamplingParams
 
 PROMPTS = (
@@ -32,6 +33,10 @@ def rehearse(replica_cls: Any, client_cls: Any, router_cls: Any, coordinator_cls
     wire = Wire()
     wire.to_core.put(None)
     within(wire.replica(replica_cls, FakeCore()).run, "The socket is closed at once.", "`run`")
+    first = [type(decode_from_core(data)).__name__ for data in wire.sent[:1]]
+    expect(
+        "The socket is closed at once.", "sent first", ["CoreReady"], first, "`run`, whose first message says that it is ready"
+    )
     cluster = Cluster(client_cls, random.Random(0), 2)
     cluster.submit(2)
     cluster.kill(0)

@@ -6,10 +6,18 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from minivllm.course.lessons.fake_replicas import Cluster, FewestFirst, make_request, random_options, token_at, undisturbed
+from minivllm.course.lessons.fake_replicas import (
+    Cluster,
+    FewestFirst,
+    make_request,
+    random_options,
+    token_at,
+    undisturbed,
+    undisturbed_stream,
+)
 from minivllm.course.lessons.lesson_08.situations import Letters
 from minivllm.course.observations import expect, fail, rounds, seeded
-from minivllm.engine.core_messages import AddRequest, EngineCoreOutput, NewTokens
+from minivllm.engine.core_messages import AddRequest, EngineCoreOutput, NewTokens, StopSequences
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 
@@ -18,8 +26,9 @@ _SEND = (
 )
 _OLD = "the first line of `take`: outputs of another replica or of an earlier sending come from a process that should be dead"
 _TEXT = "`take`: each output once, from the replica that has the request, under the number of its latest sending; the text comes from the continuation's own stream, which outlives the replica"
-_LEFT = "what the replica must hear: StopSequences at a stop string, with the number of the latest sending, and AbortRequests at an abort"
+_LEFT = "what the replica must hear: StopSequences at a stop string, with the number of the latest sending, and AbortRequests at an abort; and `token_ids` of what has finished, which a Resumption would begin again"
 _LOOKS = {
+    "messages sent by particular requests": "`retry`: `avoid` has the replicas that may not have the request; if that is all of them, it waits on, and the next one may go all the same",
     "messages sent": "`submit` and `retry`: those that wait, the oldest first, each to the replica that the router chooses; without a replica they wait on",
     "prompts that the router was asked about": "`self.router.route(prompt, avoid)`",
     "different numbers": "`next(self.numbers)`: each sending has a number of its own",
@@ -35,7 +44,9 @@ _LOOKS = {
     "requests left in the replicas": _LEFT,
     "aborted requests that got text afterwards": "`abort`: it leaves `self.requests`, and `take` ignores what is not there",
     "deltas": _OLD,
-    "output so far": "`token_ids`: a list for each index, which `take` extends",
+    "output so far": "`token_ids`: a list for each index that is unfinished, which `take` extends; what has finished leaves it, or a Resumption would begin it again",
+    "deaths since the latest token": "`take`: `num_deaths` is 0 again as soon as a token comes",
+    "stop strings told to replicas": "`StoppedSequence`: its last field is the stop string that was found, `stream.stop`",
     "metrics kept": "`in_flight.metrics = output.metrics`",
     "number of deltas": "what `take` returns: a Delta for each of `output.sequences`",
     "deltas (index, text, reason)": '`take`: what goes on ends with "error" if `output.error` is set',
@@ -61,7 +72,9 @@ def plainly(sent: list[tuple[int, Any]]) -> list[tuple[Any, ...]]:
 def _content(message: Any) -> Any:
     if isinstance(message, AddRequest):
         return message.request.request_id
-    return getattr(message, "request_ids", None) or [(item.request_id, item.index) for item in message.sequences]
+    return getattr(message, "request_ids", None) or [
+        (item.request_id, item.index, item.stop_reason) for item in message.sequences
+    ]
 
 
 def make_client(cls: Any, sent: list[tuple[int, Any]] | None = None) -> Any:
@@ -104,6 +117,8 @@ def check_sending(cls: Any) -> None:
         compare(said, "noted (replica, number)", list(zip([replica for replica, _ in sent], numbers, strict=True)), noted)
     for rng in rounds("resumption", 10):
         _check_resumption(cls, rng)
+    for rng in rounds("particular", 4):
+        _check_particular(cls, rng)
 
 
 def _expected_messages(requests: list[EngineCoreRequest], early: int, size: int) -> list[tuple[Any, ...]]:
@@ -113,6 +128,21 @@ def _expected_messages(requests: list[EngineCoreRequest], early: int, size: int)
         places.append(busy.index(min(busy)))
         busy[places[-1]] += 1
     return [(place, "AddRequest", request.request_id) for place, request in zip(places, requests, strict=True)]
+
+
+def _check_particular(cls: Any, rng: random.Random) -> None:
+    """Some may not go everywhere, and one may go nowhere: the others do not wait for it."""
+    not_to, sent = rng.randrange(2), []  # type: ignore[var-annotated]
+    refused = {"r0": {not_to}, "r1": {0, 1}}
+    options = {"may_have": lambda self, item, rank: rank not in refused.get(item.request.request_id, ())}
+    client = make_client(type("Particular", (cls,), options), sent)
+    for replica in range(2):
+        client.join(replica)
+    for number in range(3):
+        client.submit(make_request(rng, f"r{number}"))
+    said = f"Two replicas. `may_have` keeps r0 from replica {not_to} and r1 from both; r0, r1 and r2 come."
+    expected = [(1 - not_to, "AddRequest", "r0"), (not_to, "AddRequest", "r2")]
+    compare(said, "messages sent by particular requests", expected, plainly(sent))
 
 
 def _check_resumption(cls: Any, rng: random.Random) -> None:
@@ -157,6 +187,18 @@ def expect_nothing_left(said: str, cluster: Cluster) -> None:
     compare(said, "requests left in the replicas", [], sorted(name for core in cluster.cores.values() for name in core.requests))
 
 
+def compare_stops(said: str, cluster: Cluster, requests: list[Any]) -> None:
+    """The replicas heard which stop strings were found."""
+    known = {request.request_id: request for request in requests}
+    stopped = [item for _, message in cluster.sent if isinstance(message, StopSequences) for item in message.sequences]
+    expected = [(name, index, undisturbed_stream(known[name], index)[0].stop) for name, index, _ in map(_stop, stopped)]
+    compare(said, "stop strings told to replicas", expected, [_stop(item) for item in stopped])
+
+
+def _stop(item: Any) -> tuple[str, int, str]:
+    return item.request_id, item.index, item.stop_reason
+
+
 def check_taking(cls: Any) -> None:
     """Each token once: whatever is old, aborted or stopped is left out, and a stop string is told to the replica."""
     for rng in rounds("taking", 20):
@@ -175,10 +217,12 @@ def check_taking(cls: Any) -> None:
         compare_texts(said, cluster, requests, aborted)
         late = [key for key in texts if key[0] in aborted and cluster.texts[key] != texts[key]]
         compare(said, "aborted requests that got text afterwards", [], late)
+        compare_stops(said, cluster, requests)
         expect_nothing_left(said, cluster)
     for rng in rounds("old", 6):
         _check_old(cls, rng)
     _check_refused(cls)
+    _check_acquitted(cls)
     _check_one_by_one(cls)
 
 
@@ -221,14 +265,29 @@ def _check_old(cls: Any, rng: random.Random) -> None:
 
 def _check_refused(cls: Any) -> None:
     cluster = Cluster(cls, seeded("refused"), 1)
-    cluster.submit(1, n=2)
-    output = EngineCoreOutput("r0", cluster.client.requests["r0"].number, [], True, RequestMetrics(1.0), error="refused")
+    cluster.submit(1, n=3)
+    item = cluster.client.requests["r0"]
+    said = "r0 has n=3. Continuation 0 gets its last token, and then another one, since the replica has not heard of its end."
+    for reason in ("length", None):
+        output = EngineCoreOutput("r0", item.number, [NewTokens(0, [5], finish_reason=reason)], False, RequestMetrics(1.0))
+        cluster.client.take(0, output)
+    compare(said, "output so far", {}, item.token_ids)
+    output = EngineCoreOutput("r0", item.number, [], True, RequestMetrics(1.0), error="refused")
     deltas = cluster.client.take(0, output) or []
-    said = "An output says that r0, with n=2, has failed: `error` is set, `finished` is true."
+    said += " Then an output says that r0 has failed: `error` is set, `finished` is true."
     got = sorted((delta.index, delta.text, delta.finish_reason) for delta in deltas)
-    compare(said, "deltas (index, text, reason)", [(0, "", "error"), (1, "", "error")], got)
+    compare(said, "deltas (index, text, reason)", [(1, "", "error"), (2, "", "error")], got)
     compare(said, "requests left in the client", [], sorted(cluster.client.requests))
     compare(said, "in flight by the router's count", 0, cluster.router.in_flight[0])
+
+
+def _check_acquitted(cls: Any) -> None:
+    cluster = Cluster(cls, seeded("acquitted"), 1)
+    (request,) = cluster.submit(1, n=1, max_tokens=14, ignore_eos=True)
+    item = cluster.client.requests["r0"]
+    item.num_deaths = 1
+    cluster.client.take(0, _output(request, item.number, [token_at(request, 0, [])]))
+    compare("`num_deaths` of r0 is 1. A token of it comes.", "deaths since the latest token", 0, item.num_deaths)
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------
@@ -338,23 +397,34 @@ def check_storm(cls: Any) -> None:
     said = "Three replicas, ten requests; replicas die and others take their places, and messages come late."
     for rng in rounds("storm", 30):
         cluster, requests = Cluster(cls, rng, 3), []
-        while len(requests) < 10 or cluster.client.requests:
-            action = rng.choice(("submit", "step", "step", "step", "deliver", "deliver", "kill"))
-            if action == "submit" and len(requests) < 10:
-                requests += cluster.submit(1)
-            elif action == "deliver":
-                cluster.deliver(rng.randint(1, 6))
-            elif action == "kill" and rng.random() < 0.3:
-                cluster.deliver(rng.randint(0, 9))
-                if not any(item.num_deaths for item in cluster.client.requests.values()):  # kills from outside blame nobody
-                    replica = rng.choice(sorted(cluster.cores))
-                    cluster.kill(replica)
-                    cluster.start(replica)
-            else:
-                cluster.step(rng.choice(sorted(cluster.cores)))
+        for _ in range(5000):
+            _do_something(cluster, requests)
             if len(cluster.sent) > 2000:
                 fail(
                     f"{said}\nExpected: an end\nGot: {len(cluster.sent)} messages to replicas.\nLook at `retry`: only what waits is sent."
                 )
+            if len(requests) == 10 and not cluster.client.requests:
+                break
+        else:
+            left = ", ".join(sorted(cluster.client.requests)) or "none, but not all have been submitted"
+            fail(f"{said}\nExpected: all requests end\nGot: still in flight: {left}.\nLook at `lose`, `retry` and `take`.")
         compare_texts(said, cluster, requests)
         expect_nothing_left(said, cluster)
+
+
+def _do_something(cluster: Cluster, requests: list[Any]) -> None:
+    """A request comes, a replica computes, outputs are delivered, or a replica dies."""
+    rng = cluster.rng
+    action = rng.choice(("submit", "step", "step", "step", "deliver", "deliver", "kill"))
+    if action == "submit" and len(requests) < 10:
+        requests += cluster.submit(1)
+    elif action == "deliver":
+        cluster.deliver(rng.randint(1, 6))
+    elif action == "kill" and rng.random() < 0.3:
+        cluster.deliver(rng.randint(0, 9))
+        if not any(item.num_deaths for item in cluster.client.requests.values()):  # kills from outside blame nobody
+            replica = rng.choice(sorted(cluster.cores))
+            cluster.kill(replica)
+            cluster.start(replica)
+    else:
+        cluster.step(rng.choice(sorted(cluster.cores)))

@@ -22,7 +22,7 @@ from minivllm.course.lessons.fake_replicas import (
     unbroken,
     within,
 )
-from minivllm.course.observations import expect, rounds, seeded
+from minivllm.course.observations import expect, fail, rounds, seeded
 from minivllm.engine.core_messages import (
     AbortRequests,
     AddRequest,
@@ -131,7 +131,7 @@ def _check_broken_wire(cls: Any) -> None:
     replica.output_queue.put(CoreReady(100))
     said = "`send` raises an OSError: the socket is broken, and nobody hears this replica any more."
     with contextlib.suppress(OSError):
-        within(replica.run_output, said, _OUTPUT)
+        within(replica.run_output, said, f"{_OUTPUT}: an error ends it", lambda: replica.output_queue.put(None))
     got = [describe(item) for item in drain(replica.input_queue)]
     look = "the `finally` of `run_output`: without it the core would compute for nobody, forever"
     expect(said, "in the input queue", ["Shutdown"], got, look)
@@ -141,7 +141,7 @@ def _check_broken_wire(cls: Any) -> None:
 
 _CALLS = "`take_messages` and `handle`: all messages that are there come before the next step; and it waits for one only if there is nothing to compute"
 _ANSWERS = "what goes into the output queue: what `step` returns, refusals, a report if messages leave nothing to do, and at the end None"
-_ERROR = "the `except` and the `finally` of `run_core`: a CoreFailed with the name of the error's class and its text, then None"
+_ERROR = "the `except` and the `finally` of `run_core`: a CoreFailed with the name of the error's class and its text, then None; and `handle`, which refuses at a RequestError only"
 
 
 class Script:
@@ -212,9 +212,10 @@ def describe_script(batches: list[tuple[int, list[Any]]]) -> str:
 
 
 def make_script(rng: Any) -> list[tuple[int, list[Any]]]:
-    """Requests that come, and are aborted and stopped; one has the id of another."""
+    """Requests that come, and are aborted and stopped; one has the id of another, and one is too long."""
     requests = [make_request(rng, f"r{i}", **random_options(rng)) for i in range(rng.randint(2, 5))]
     requests.append(make_request(rng, rng.choice(requests).request_id))
+    too_long = AddRequest(make_request(rng, "too_long", max_tokens=60))
     messages, number = [], 0
     for request in requests:
         number = rng.choice((number, number, number + 1, number + 4))
@@ -222,6 +223,7 @@ def make_script(rng: Any) -> list[tuple[int, list[Any]]]:
         if rng.random() < 0.5:
             stop = StopSequences([StoppedSequence(request.request_id, request.number, 0, "x")])
             messages.append((number + rng.randint(0, 2), rng.choice((AbortRequests([request.request_id]), stop))))
+    messages.append((number + rng.choice((1, 30)), too_long))
     return [(at, [message for when, message in messages if when == at]) for at in sorted({when for when, _ in messages})]
 
 
@@ -234,23 +236,36 @@ def check_loop(cls: Any) -> None:
         expect(said, "the core's calls", calls, my_calls, _CALLS)
         expect(said, "in the output queue", answers, my_answers, _ANSWERS)
     for error in (RuntimeError("the device is lost"), ValueError("no such block")):
-
-        def fail_at_2(number: int, error: Exception = error) -> None:
-            if number == 2:
-                raise error
-
-        batches = [(0, [AddRequest(make_request(seeded("loop error"), "r0", max_tokens=9, n=1))])]
-        said = f"In step 2 the core raises {error!r}."
-        _, answers = run_script(cls, batches, at_step=fail_at_2)
-        expect(
-            said,
-            "in the output queue at the end",
-            [describe(CoreFailed(type(error).__name__, str(error))), "None"],
-            answers[-2:],
-            _ERROR,
-        )
+        _check_failure(cls, error)
     _, answers = run_script(cls, [])
     expect("A Shutdown comes, and nothing else.", "in the output queue", ["None"], answers, _ANSWERS)
+
+
+def _check_failure(cls: Any, error: Exception) -> None:
+    """The core fails in a step, or at a request."""
+
+    def fail_at(number: int) -> None:
+        if number == 2:
+            raise error
+
+    def fail_at_request(request: Any) -> None:
+        raise error
+
+    batches = [(0, [AddRequest(make_request(seeded("loop error"), "r0", max_tokens=9, n=1, ignore_eos=True))])]
+    for place, options, count in (("step 2", {"at_step": fail_at}, 2), ("`add_request`", {"at_request": fail_at_request}, 0)):
+        said, expected = (
+            f"In {place} the core raises {error!r}.",
+            [describe(CoreFailed(type(error).__name__, str(error))), "None"],
+        )
+        try:
+            _, answers = run_script(cls, batches, **options)
+        except type(error) as raised:
+            if raised is not error:
+                raise
+            fail(
+                f"{said}\nExpected: in the output queue are {expected}, and `run_core` returns\nGot: it comes out of `run_core`.\nLook at {_ERROR}."
+            )
+        expect(said, "in the output queue afterwards", expected, answers[count:], _ERROR)
 
 
 # -- all three threads -----------------------------------------------------------------------------------------------

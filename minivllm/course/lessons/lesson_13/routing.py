@@ -13,7 +13,7 @@ _TABLE_LOOKS = {
     "due": "`due`: 5 s after publishing; a change brings it forward to 0.1 s after publishing, or to now if that is over; a report that changes nothing does not",
     "published": "`loads`: the newest report of each replica, without those that are forgotten",
 }
-_SCORE_LOOK = "`score`: the greater of client_count times what this client has in flight, and the sequences that wait and run; and what waiting before a full cache adds"
+_SCORE_LOOK = "`score`: the greater of client_count times what this client has in flight, and the sequences that wait and run; and what waiting before a full cache adds; and which of the two numbers `assign`, `update` and `finish` change"
 _CHOICE_LOOK = "`choose`: the least score; among equals the first from `self.start` on, round the circle; and `start` moves on by one with each request"
 
 _PREFIX_LOOK = "`choose`: 32 for each unit of `score`, less the cached tokens; `cached_tokens` counts chunks up to the first that is not there; `remember` forgets what was not used for longest"
@@ -48,7 +48,13 @@ def check_coordinator(cls: Any) -> None:
                 expect(said, "published", theirs.publish(now), got, _TABLE_LOOKS["published"])
                 got[9] = "a reader writes into it"
             expect(said, "due (s)", round(theirs.due, 6), round(mine.due, 6), _TABLE_LOOKS["due"])
-            expect(said, "loads", theirs.loads, mine.loads, "what `publish` gives away: a copy, into which its reader may write")
+            expect(
+                said,
+                "loads",
+                theirs.loads,
+                mine.loads,
+                "what `publish` gives away: a copy, into which its reader may write; the table itself stays",
+            )
 
 
 class RouterPair:
@@ -187,13 +193,17 @@ def _check_prompts(cls: Any, rng: random.Random) -> None:
         router.open(replica, cache_tokens=capacity * chunk)
         least.open(replica)
     model = PrefixModel(router, capacity)
+    running = rng.choice(((0, 1, 3, 8, 10, 11, 15, 16, 17, 32, 33), (40, 44, 57, 58, 59, 61, 64)))
+    for replica in range(size):
+        for told in (router, least):
+            told.update(replica, ReplicaLoad(running=running[0]))
     stems = [[rng.randrange(50) for _ in range(chunk * rng.randint(1, 50))] for _ in range(3)]
-    start, recent = f"{size} replicas, caches of {capacity} chunks of {chunk} tokens.", ""
+    start, recent = f"{size} replicas, caches of {capacity} chunks of {chunk} tokens, {running[0]} running at each.", ""
     for _ in range(20):
         stem, avoid = rng.randrange(3), rng.choice(([], [], [], [rng.randrange(size)]))
         prompt = stems[stem] + [rng.randrange(50) for _ in range(rng.choice((3, chunk)))]
         if rng.random() < 0.4:
-            replica, load = rng.randrange(size), ReplicaLoad(running=rng.choice((0, 1, 3, 8, 10, 11, 15, 16, 17, 32, 33)))
+            replica, load = rng.randrange(size), ReplicaLoad(running=rng.choice(running))
             recent += f" Replica {replica} is said to have {load.running} running."
             router.update(replica, load)
             least.update(replica, load)
