@@ -37,8 +37,8 @@ def draw_service(num_replicas: int = 2) -> Figure:
     _box(axes, 5.0, -1.05, 2.6, 0.6, _DECIDES, "coordinator\nthe loads of all replicas", small=True)
     axes.annotate("", (7.65, -0.72), (10.9, 0.3), arrowprops=_arrow(_DECIDES, "--", "arc3,rad=-0.35"))
     axes.annotate("", (1.35, 0.07), (4.95, -0.75), arrowprops=_arrow(_DECIDES, "--", "arc3,rad=-0.25"))
-    axes.text(9.9, -0.9, "loads, when they change", **{**_SMALL, "color": _DECIDES, "ha": "left"})
-    axes.text(0.9, -0.9, "loads, at most every 0.1 s", **{**_SMALL, "color": _DECIDES, "ha": "left"})
+    axes.text(9.9, -0.9, "loads, when they change", **{**_SMALL, "ha": "left"})
+    axes.text(0.9, -0.9, "loads, at most every 0.1 s", **{**_SMALL, "ha": "left"})
     return figure
 
 
@@ -139,6 +139,7 @@ def draw_threads(watches: Mapping[str, Watch], rows: Sequence[str]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x", color="#DDDDDD", linewidth=0.8)
         axes.set_axisbelow(True)
+    all_axes[-1].set_xlim(0)
     all_axes[-1].set_xlabel("time (ms); a colour is one round", fontsize=9)
     return figure
 
@@ -188,6 +189,7 @@ def draw_streams(
         before, after: How many seconds to show; more where a stream pauses for longer.
     """
     names = sorted({name for _, name in events}, key=lambda name: (name in moved, name))
+    pause = tint(PALE, 0.4)
     figure = Figure(figsize=(WIDTH, 0.9 + 0.3 * len(names)), layout="constrained")
     axes = figure.add_subplot()
     for row, name in enumerate(names):
@@ -196,7 +198,7 @@ def draw_streams(
         last, following = max((t for t in times if t <= 0), default=None), min((t for t in times if t > 0), default=None)
         if name in moved and last is not None and following is not None:
             after = max(after, following + 0.3)
-            axes.barh(row, following - last, left=last, height=0.62, color=tint(color, 0.75), zorder=1)
+            axes.barh(row, following - last, left=last, height=0.62, color=pause, zorder=1)
         axes.plot(times, [row] * len(times), "|", color=color, markersize=11, markeredgewidth=1.6, zorder=2)
     axes.axvline(0, color=INK, linestyle=(0, (4, 3)), linewidth=1.2)
     axes.text(0.012, len(names) - 0.35, "SIGKILL", fontsize=8, color=INK, va="bottom")
@@ -207,6 +209,6 @@ def draw_streams(
     axes.set_ylabel("stream", fontsize=9)
     label = "its replica is dead: the prompt and the output so far are computed again elsewhere"
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1.16)}
-    axes.legend(handles=[Patch(color=PALE, label=label)], fontsize=8, frameon=False, **place)
+    axes.legend(handles=[Patch(color=pause, label=label)], fontsize=8, frameon=False, **place)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ def draw_routing(runs: Sequence[ReplicaRun]) -> Figure:
     times.set_ylabel("time to first token (s)", fontsize=9)
     times.legend(fontsize=8, frameon=False)
     for hits in middle:
-        hits.set_xticks(range(len(runs)), [run.routing.replace("-", "\n") for run in runs], fontsize=8)
+        hits.set_xticks(range(len(runs)), [re.sub("-|(?<=[a-z])(?=Router)", "\n", run.routing) for run in runs], fontsize=8)
         hits.set_ylabel("prompt tokens found in a cache (%)", fontsize=9)
         hits.set_ylim(0, 1.15 * max(100 * run.prefix_hit_rate for run in runs))
     loads.set_xlabel("replica, the busiest first", fontsize=9)
