@@ -14,7 +14,7 @@ from lesson_cells import read_cells
 from lesson_checks import LessonChecks
 
 from minivllm.bench.production import load_conversation_trace, replay_trace
-from minivllm.course.lessons.lesson_13.engine import PARAMS, PROMPTS, compare_written
+from minivllm.course.lessons.lesson_13.engine import PARAMS, PROMPTS, check_kill, compare_written
 from minivllm.course.lessons.nodes import HeadlessNode, free_port
 from minivllm.course.lessons.replicas import Replicas, Service
 from minivllm.course.lessons.traffic import run_router
@@ -76,6 +76,41 @@ def test_what_fails_in_a_process_is_said_here():
         pytest.raises(AssertionError, match="failed: ValueError: there is a mistake in it"),
     ):
         Service(replicas, mine["MyClient"], mine["MyRouter"](), mine["MyCoordinator"]).wait(1)
+
+
+class Short(Broken):
+    """A replica whose process ends before it has said a word."""
+
+    def run(self):
+        os._exit(3)
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_too_early_is_not_waited_for():
+    mine = answers()
+    with (
+        Replicas(Short, size=1) as replicas,
+        pytest.raises(AssertionError, match="the process of replica 0 ended with status 3 before it took requests"),
+    ):
+        Service(replicas, mine["MyClient"], mine["MyRouter"](), mine["MyCoordinator"]).wait(1)
+
+
+class Mute:
+    """A replica that does everything but say that it is ready."""
+
+    def __init__(self, core, receive, send, report):
+        self.receive = receive
+
+    def run(self):
+        while self.receive() is not None:
+            pass
+
+
+def test_a_replica_that_is_never_ready_starts_no_process(monkeypatch):
+    monkeypatch.setattr(Replicas, "start", lambda self, rank: pytest.fail("a process is started"))
+    mine = answers()
+    with pytest.raises(AssertionError, match="sent first"):
+        check_kill(Mute, mine["MyClient"], mine["MyPrefixRouter"], mine["MyCoordinator"])
 
 
 @pytest.mark.long
