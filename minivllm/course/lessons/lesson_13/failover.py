@@ -86,39 +86,36 @@ def make_client(cls: Any, sent: list[tuple[int, Any]] | None = None) -> Any:
 def check_sending(cls: Any) -> None:
     """A request goes where the router says, or waits for a replica; whatever was computed before goes with it."""
     for rng in rounds("sending", 20):
-        sent: list[tuple[int, Any]] = []
-        client, requests = (
-            make_client(cls, sent),
-            [make_request(rng, f"r{i}", **random_options(rng)) for i in range(rng.randint(2, 6))],
-        )
-        early, size = rng.randint(0, len(requests)), rng.randint(1, 3)
-        for request in requests[:early]:
-            client.submit(request)
-        said = f"{early} requests come before there is a replica."
-        compare(said, "messages sent", [], plainly(sent))
-        for replica in range(size):
-            client.join(replica)
-        for request in requests[early:]:
-            client.submit(request)
-        said += f" Then {size} replicas join, and {len(requests) - early} more requests come."
-        compare(said, "messages sent", _expected_messages(requests, early, size), plainly(sent))
-        compare(
-            said, "prompts that the router was asked about", [item.prompt_token_ids for item in requests], client.router.asked
-        )
-        numbers = [message.request.number for _, message in sent]
-        compare(said, "different numbers", len(requests), len(set(numbers)))
-        compare(
-            said,
-            "requests sent",
-            [replace(item, number=0) for item in requests],
-            [replace(message.request, number=0) for _, message in sent],
-        )
-        noted = [(item.replica, item.number) for item in client.requests.values()]
-        compare(said, "noted (replica, number)", list(zip([replica for replica, _ in sent], numbers, strict=True)), noted)
+        _check_sent(cls, rng)
     for rng in rounds("resumption", 10):
         _check_resumption(cls, rng)
     for rng in rounds("particular", 4):
         _check_particular(cls, rng)
+
+
+def _check_sent(cls: Any, rng: random.Random) -> None:
+    sent: list[tuple[int, Any]] = []
+    client = make_client(cls, sent)
+    requests = [make_request(rng, f"r{i}", **random_options(rng)) for i in range(rng.randint(2, 6))]
+    early, size = rng.randint(0, len(requests)), rng.randint(1, 3)
+    for request in requests[:early]:
+        client.submit(request)
+    said = f"{early} requests come before there is a replica."
+    compare(said, "messages sent", [], plainly(sent))
+    for replica in range(size):
+        client.join(replica)
+    for request in requests[early:]:
+        client.submit(request)
+    said += f" Then {size} replicas join, and {len(requests) - early} more requests come."
+    compare(said, "messages sent", _expected_messages(requests, early, size), plainly(sent))
+    prompts = [item.prompt_token_ids for item in requests]
+    compare(said, "prompts that the router was asked about", prompts, client.router.asked)
+    numbers = [message.request.number for _, message in sent]
+    compare(said, "different numbers", len(requests), len(set(numbers)))
+    plain = [[replace(item, number=0) for item in items] for items in (requests, [message.request for _, message in sent])]
+    compare(said, "requests sent", *plain)
+    noted = [(item.replica, item.number) for item in client.requests.values()]
+    compare(said, "noted (replica, number)", list(zip([replica for replica, _ in sent], numbers, strict=True)), noted)
 
 
 def _expected_messages(requests: list[EngineCoreRequest], early: int, size: int) -> list[tuple[Any, ...]]:

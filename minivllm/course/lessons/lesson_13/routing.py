@@ -19,6 +19,10 @@ _CHOICE_LOOK = "`choose`: the least score; among equals the first from `self.sta
 _PREFIX_LOOK = "`choose`: 32 for each unit of `score`, less the cached tokens; `cached_tokens` counts chunks up to the first that is not there; `remember` forgets what was not used for longest"
 
 
+_RUNNING = (0, 1, 3, 8, 10, 11, 15, 16, 17, 32, 33), (40, 44, 57, 58, 59, 61, 64)
+"""How many run at replicas, some of which are far busier than others: by 16, or by half."""
+
+
 def random_load(rng: random.Random) -> ReplicaLoad:
     """How busy a replica is."""
     return ReplicaLoad(rng.choice((0, 0, 1, 5)), rng.randint(0, 8), rng.choice((0.1, 0.5, 0.75, 1.0)))
@@ -189,14 +193,13 @@ def _check_prompts(cls: Any, rng: random.Random) -> None:
     """Prompts with beginnings in common, and loads that change."""
     size, capacity, chunk = rng.randint(2, 4), rng.choice((6, 150)), cls.CHUNK
     router, least = cls(), LeastLoadedRouter()
+    running = rng.choice(_RUNNING)
     for replica in range(size):
         router.open(replica, cache_tokens=capacity * chunk)
         least.open(replica)
-    model = PrefixModel(router, capacity)
-    running = rng.choice(((0, 1, 3, 8, 10, 11, 15, 16, 17, 32, 33), (40, 44, 57, 58, 59, 61, 64)))
-    for replica in range(size):
         for told in (router, least):
             told.update(replica, ReplicaLoad(running=running[0]))
+    model = PrefixModel(router, capacity)
     stems = [[rng.randrange(50) for _ in range(chunk * rng.randint(1, 50))] for _ in range(3)]
     start, recent = f"{size} replicas, caches of {capacity} chunks of {chunk} tokens, {running[0]} running at each.", ""
     for _ in range(20):
