@@ -168,6 +168,8 @@ def check_prefix(cls: Any) -> None:
     _check_crowd(cls)
     for rng in rounds("cached", 6):
         _check_cached(cls, rng)
+    for least, score in ((0, 16), (0, 17), (8, 24), (8, 25), (40, 57), (40, 60), (40, 61)):
+        _check_limit(cls, least, score)
     small = type("SmallChunks", (cls,), {"CHUNK": 24})
     for rng in rounds("prefix", 60):
         _check_prompts(small, rng)
@@ -187,6 +189,19 @@ def _check_cached(cls: Any, rng: random.Random) -> None:
         router.cached_tokens(0, hashes),
         "`cached_tokens`: it ends at the first hash that is not there",
     )
+
+
+def _check_limit(cls: Any, least: int, score: int) -> None:
+    """As busy as it may be, and one busier."""
+    rng, router = seeded(f"limit {score}"), cls()
+    prompt = [rng.randrange(50) for _ in range(cls.CHUNK * 10)]
+    for replica, running in ((0, least), (1, score)):
+        router.open(replica)
+        router.update(replica, ReplicaLoad(running=running))
+    router.remember(1, hash_prefixes(prompt, cls.CHUNK))
+    said = f"Replica 0 has {least} running and nothing cached; replica 1 has {score} running, and all {len(prompt)} tokens of a prompt cached."
+    expected = int(score <= max(least + 16, 1.5 * least))
+    expect(said, "it goes to replica", expected, router.route(prompt), f"{_PREFIX_LOOK}; and the limit")
 
 
 def _check_prompts(cls: Any, rng: random.Random) -> None:
