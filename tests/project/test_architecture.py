@@ -41,6 +41,7 @@ BELOW = {
         "bench",
         "simulation",
         "data_parallel.routing",
+        "distributed",
         "engine",
         "core",
         "executor",
