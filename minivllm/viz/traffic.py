@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from minivllm.viz.drawing import WIDTH, tidy
 from minivllm.viz.palette import INK, PALE, REQUEST_COLORS
@@ -107,6 +108,9 @@ def draw_knee(rates: Sequence[float], waits: Mapping[str, Sequence[float]], capa
         axes.plot(rates, [1000 * second for second in seconds], color=color, marker=marker, linewidth=1.8, label=name)
     axes.axvline(capacity, color=PALE, linewidth=6, alpha=0.6, label="predicted capacity", zorder=0)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(left=0)
     tidy(axes, "offered load (requests per second)", "wait (ms)")
     axes.legend(fontsize=8, frameon=False, loc="upper left")
