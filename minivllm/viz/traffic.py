@@ -66,14 +66,12 @@ def draw_life(parts: Sequence[tuple[str, str, float]]) -> Figure:
     return figure
 
 
-def draw_steps(curves: Mapping[str, Points], y_label: str, title: str = "", limit: tuple[str, float] | None = None) -> Figure:
+def draw_steps(curves: Mapping[str, Points], y_label: str) -> Figure:
     """Values that change at moments and stay until the next: a line for each curve.
 
     Args:
         curves: A name for each curve.
         y_label: What the values are, with their unit.
-        title: Above the figure.
-        limit: A name and a value: a line across.
     """
     figure = Figure(figsize=(WIDTH, 3.0), layout="constrained")
     axes = figure.subplots()
@@ -83,12 +81,9 @@ def draw_steps(curves: Mapping[str, Points], y_label: str, title: str = "", limi
         axes.step(
             times, values, where="post", color=REQUEST_COLORS[number], linestyle=dashes[number % 3], linewidth=1.8, label=name
         )
-    if limit is not None:
-        axes.axhline(limit[1], color=INK, linewidth=0.8, linestyle=(0, (2, 2)), label=limit[0])
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     tidy(axes, "time (s)", y_label)
-    axes.set_title(title, loc="left", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
     return figure
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.course.lessons.lesson_08.situations import Crowd
+from minivllm.course.lessons.lesson_08.situations import END, Crowd, Letters
 from minivllm.course.lessons.lesson_11.events import read_events
 from minivllm.course.lessons.lesson_11.situations import (
     SECONDS,
@@ -165,8 +165,6 @@ async def _pump(core: WatchedCore, num_steps: int = 10**6) -> None:
 
 def _expected(request_id: str, max_tokens: int) -> tuple[str, str, int]:
     """The text, the finish reason and the number of tokens of an answer of this engine."""
-    from minivllm.course.lessons.lesson_08.situations import END, Letters
-
     script, tokens = Crowd("server").make_script(), []
     for position in range(max_tokens):
         tokens.append(script.token(request_id, position))

@@ -18,16 +18,15 @@ _HALVES = [28, 29]
 
 
 class Source:
-    """Deltas of tokens, of which it is known how many were asked for, and whether they were closed."""
+    """Deltas of tokens, of which it is known whether they were closed."""
 
     def __init__(self, deltas: list[Delta]) -> None:
-        self.deltas, self.num_asked, self.is_closed = deltas, 0, False
+        self.deltas, self.is_closed = deltas, False
 
     async def read(self) -> AsyncGenerator[Delta, None]:
         """The deltas."""
         try:
             for delta in self.deltas:
-                self.num_asked += 1
                 yield Delta(list(delta.token_ids), delta.finish_reason)
         finally:
             self.is_closed = True

@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from minivllm.course.lessons.fake_replicas import (
-    Cluster,
-)
+from minivllm.course.lessons.fake_replicas import Cluster
 from minivllm.course.lessons.lesson_13.failover import compare, compare_texts, expect_nothing_left
 from minivllm.course.observations import fail, rounds, seeded
 
