@@ -20,9 +20,10 @@ demo: setup ## Serve a few requests with the default model and show what the eng
 	@"$(VENV)/bin/minivllm" demo $(ARGS)
 
 # Two processes, each with whole files, in the order of tests/conftest.py. Idle threads must sleep, or each process would slow the other down.
+# A test that hangs fails after 15 minutes, with what each thread was doing.
 # ARGS=--long adds the long tests, as .ci/run does; ARGS='-m "not slow"' leaves out the slow ones; ARGS="-n 0 --pdb" runs them in one process, with a debugger.
 test: setup ## Run the tests, those in the notebooks too
-	OMP_WAIT_POLICY=PASSIVE "$(VENV)/bin/python" -m pytest --nbval -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE "$(VENV)/bin/python" -m pytest --nbval -n 2 --dist loadfile --no-loadscope-reorder --timeout 900 $(ARGS)
 
 # With the settings in tools/jupyterlab, a link to the glossary opens the rendered page at its term.
 lab: setup ## Open the course in JupyterLab, on lesson 00
@@ -40,7 +41,7 @@ exercises: setup ## Renew the cells that all notebooks share, and make the exerc
 # Packages in KEEP stay at their pinned versions, where the oldest cannot be had: make test-minimum KEEP="torch triton"
 test-minimum: ## Run the tests with the oldest versions that pyproject.toml allows, in an environment of their own
 	@"$(PYTHON)" tools/setup_env.py --venv "$(VENV)-minimum" --minimum --keep $(KEEP)
-	OMP_WAIT_POLICY=PASSIVE "$(VENV)-minimum/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE "$(VENV)-minimum/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 900 tests $(ARGS)
 
 lint: setup ## Check style, form and types of the code
 	"$(VENV)/bin/python" -m ruff check minivllm tests benchmarks tools

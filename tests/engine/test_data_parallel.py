@@ -245,10 +245,11 @@ def test_one_that_leaves_finishes_what_it_has_and_one_that_dies_takes_nothing_wi
         await becomes(
             lambda: all(stats.num_running for stats in engine.stats_by_engine.values()) and len(engine.stats_by_engine) == 3
         )
+        os.kill(third, signal.SIGSTOP)  # its stream does not end before it dies, however busy the machine is
         os.kill(first, signal.SIGTERM)
         await becomes(lambda: "Replica 0 is draining" in caplog.text)
         busy = asyncio.create_task(collect(engine, [9] * 4, replace(LONG, max_tokens=4000)))  # its replica has no quiet moment
-        await becomes(lambda: in_flight(engine)[1] + in_flight(engine)[2] == 3)
+        await becomes(lambda: in_flight(engine)[1] + in_flight(engine)[2] >= 2)
         os.kill(third, signal.SIGKILL)
         await becomes(lambda: states(engine)[2] == "gone" and engine.stats_by_engine[2].num_running == 0)  # known to both threads
         replicas = engine.replicas
