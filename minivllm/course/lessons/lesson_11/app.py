@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,10 +29,23 @@ _FATAL_STEP = 6
 _LOOK_AT_HANG_UPS = (
     "what happens when a client hangs up: `unless_hung_up` around all that waits, begin included, and an EventResponse"
 )
+_WRONG: tuple[dict[str, Any], ...] = (
+    {"prompt": ""},
+    {"prompt": "a", "max_tokens": 0},
+    {"prompt": "a" * 200},
+    {"prompt": "a", "temperature": -1.0, "stream": True},
+)
 _WHOLE, _STREAMED = (
     "a whole answer: the `JSONResponse` at the end of `answer`",
     "a streamed answer: the `StreamingResponse`, and its events",
 )
+
+
+_SCOPE = {
+    "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+    "query_string": b"", "root_path": "", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+    "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+}  # fmt: skip
 
 
 @dataclass
@@ -61,14 +75,9 @@ class Client:
         self.app, self.frontend = app, frontend
 
     async def call(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        hang_up: asyncio.Event | None = None,
-        response: Response | None = None,
-        stalls: bool = False,
-    ) -> Response:
+        self, method: str, path: str, body: Any = None, hang_up: asyncio.Event | None = None,
+        response: Response | None = None, stalls: bool = False,
+    ) -> Response:  # fmt: skip
         """The response, or the given one, which fills as it comes; with `hang_up`, the client hangs up when that is set. One that `stalls`
         takes nothing after the first part of a response."""
         response, hung_up = response or Response(), hang_up or asyncio.Event()
@@ -89,12 +98,9 @@ class Client:
                 if stalls:
                     await asyncio.Event().wait()
 
-        scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
-            "query_string": b"", "root_path": "", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
-            "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
-        }  # fmt: skip
-        await asyncio.wait_for(self.app(scope, receive, send), SECONDS)
+        await asyncio.wait_for(
+            self.app(_SCOPE | {"method": method, "path": path, "raw_path": path.encode()}, receive, send), SECONDS
+        )
         return response
 
 
@@ -117,41 +123,31 @@ async def _answer(make_app: Any, engine_cls: Any) -> None:
         pumping = asyncio.ensure_future(_pump(core))
         rng, num_blocks = seeded("server"), core.num_free_blocks
         for number in range(12):
-            is_chat, stream, usage = number % 2 == 1, number % 4 > 1, rng.random() < 0.5
-            prompt, max_tokens = "".join(rng.choices("abcdeéé", k=rng.randint(1, 9))), rng.randint(1, 12)
-            expected = _expected(f"request-{number}", max_tokens)
-            body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "stream": stream, "model": "letters"}
-            body |= {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
-            body |= {"stream_options": {"include_usage": True}} if stream and usage else {}
-            path = "/v1/chat/completions" if is_chat else "/v1/completions"
-            said = f"POST {path} with {json.dumps(body)}"
-            response = await client.call("POST", path, body)
-            expect(said, "status", 200, response.status, "what you return")
-            text, reason, count = expected
-            if not stream:
-                _compare_whole(said, response.content, is_chat, expected, len(prompt.encode()))
-                continue
-            expect(said, "media type", True, "text/event-stream" in response.headers.get("content-type", ""), _STREAMED)
-            events = response.content
-            kind = "chat.completion.chunk" if is_chat else "text_completion"
-            expect(said, "objects of the events", [kind], sorted({event["object"] for event in events[:-1]}), "the head's kind")
-            choices = [choice for event in events[:-1] for choice in event["choices"]]
-            got = "".join(choice["delta"]["content"] if is_chat else choice["text"] for choice in choices)
-            expect(said, "text and finish reason", [text, reason], [got, choices[-1]["finish_reason"]], _STREAMED)
-            usages = [event["usage"]["total_tokens"] for event in events[:-1] if "usage" in event]
-            expect(
-                said,
-                "total tokens in usage events",
-                [len(prompt.encode()) + count] if usage else [],
-                usages,
-                "body.include_usage, and the prompt's tokens",
-            )
+            await _compare_answer(client, rng, number)
         pumping.cancel()
         core.allow()
         await asyncio.gather(pumping, return_exceptions=True)
-        is_held_up = threading.get_ident() in client.frontend.threads
-        expect("All twelve have been answered.", "that the event loop has tokenized", False, is_held_up, "asyncio.to_thread")
-        await expect_nothing_left("All twelve have been answered.", engine, core, num_blocks)
+        said, is_held_up = "All twelve have been answered.", threading.get_ident() in client.frontend.threads
+        expect(said, "that the event loop has tokenized", False, is_held_up, "asyncio.to_thread")
+        await expect_nothing_left(said, engine, core, num_blocks)
+
+
+async def _compare_answer(client: Client, rng: random.Random, number: int) -> None:
+    """One answer: of a text or a chat, whole or streamed."""
+    is_chat, stream, usage = number % 2 == 1, number % 4 > 1, rng.random() < 0.5
+    prompt, max_tokens = "".join(rng.choices("abcdeéé", k=rng.randint(1, 9))), rng.randint(1, 12)
+    body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "stream": stream, "model": "letters"}
+    body |= {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    body |= {"stream_options": {"include_usage": True}} if stream and usage else {}
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    said = f"POST {path} with {json.dumps(body)}"
+    response = await client.call("POST", path, body)
+    expect(said, "status", 200, response.status, "what you return")
+    expected, num_prompt_tokens = _expected(f"request-{number}", max_tokens), len(prompt.encode())
+    if stream:
+        _compare_streamed(said, response, is_chat, expected, num_prompt_tokens if usage else None)
+    else:
+        _compare_whole(said, response.content, is_chat, expected, num_prompt_tokens)
 
 
 async def _pump(core: WatchedCore, num_steps: int = 10**6) -> None:
@@ -187,41 +183,45 @@ def _compare_whole(said: str, content: Any, is_chat: bool, expected: tuple[str, 
     expect(said, "that it has an id and a time", True, {"id", "created"} <= content.keys(), _WHOLE)
 
 
+def _compare_streamed(
+    said: str, response: Response, is_chat: bool, expected: tuple[str, str, int], num_prompt_tokens: int | None
+) -> None:
+    """`num_prompt_tokens` is None if no usage was asked for."""
+    text, reason, count = expected
+    is_stream = "text/event-stream" in response.headers.get("content-type", "")
+    expect(said, "media type", True, is_stream, _STREAMED)
+    events = response.content[:-1]
+    kind = "chat.completion.chunk" if is_chat else "text_completion"
+    expect(said, "objects of the events", [kind], sorted({event["object"] for event in events}), "the head's kind")
+    choices = [choice for event in events for choice in event["choices"]]
+    got = "".join(choice["delta"]["content"] if is_chat else choice["text"] for choice in choices)
+    expect(said, "text and finish reason", [text, reason], [got, choices[-1]["finish_reason"]], _STREAMED)
+    usages = [event["usage"]["total_tokens"] for event in events if "usage" in event]
+    right = [] if num_prompt_tokens is None else [num_prompt_tokens + count]
+    expect(said, "total tokens in usage events", right, usages, "body.include_usage, and the prompt's tokens")
+
+
 async def _refuse_and_hang_up(make_app: Any, engine_cls: Any) -> None:
     async with _start(make_app, engine_cls, is_gated=True, ends=False) as (engine, core, client):
         num_blocks, rng = core.num_free_blocks, seeded("refused")
-        wrong = (
-            {"prompt": ""},
-            {"prompt": "a", "max_tokens": 0},
-            {"prompt": "a" * 200},
-            {"prompt": "a", "temperature": -1.0, "stream": True},
-        )
-        for body in wrong:
-            response = await client.call("POST", "/v1/completions", body)
-            _compare_error(
-                f"POST /v1/completions with {str(body)[:80]}", 400, response, "what raises a RequestError, and who catches it"
-            )
+        for wrong in _WRONG:
+            response = await client.call("POST", "/v1/completions", wrong)
+            said = f"POST /v1/completions with {str(wrong)[:80]}"
+            _compare_error(said, 400, response, "what raises a RequestError, and who catches it")
         body = {"prompt": "abc", "max_tokens": rng.randint(30, 40), "temperature": 0}
         await _hang_up_early(engine, client, body)
-        hang_ups = [asyncio.Event() for _ in range(3)]
-        calls = [
-            asyncio.ensure_future(
-                client.call("POST", "/v1/completions", body | {"stream": number == 1}, hang_up, stalls=number == 1)
-            )
-            for number, hang_up in enumerate(hang_ups)
-        ]
-        said = "max_requests=3: two whole answers and a streamed one are on their way."
+        said, hang_up = "max_requests=3: two whole answers and a streamed one are on their way.", asyncio.Event()
+        calls = [_begin(client, {**body, "stream": stream}, hang_up, stalls=stream) for stream in (False, True, False)]
         if not await becomes(lambda: len(engine.streams) == 3):
             expect(said, "requests with a stream", 3, len(engine.streams), "how a request gets to engine.generate")
         for stream in (False, True):
-            response = await client.call("POST", "/v1/completions", body | {"stream": stream})
+            response = await client.call("POST", "/v1/completions", {**body, "stream": stream})
             _compare_error(f"{said} A fourth comes, stream={stream}.", 429, response, "TooManyRequestsError, which begin raises")
         await _pump(core, 8)
-        for hang_up in hang_ups:
-            hang_up.set()
-        said = "Three clients, whole and streamed, hang up after a few steps."
+        hang_up.set()
         await becomes(lambda: not engine.streams)
         core.allow()
+        said = "Three clients, whole and streamed, hang up after a few steps."
         errors = [repr(error) for error in await asyncio.gather(*calls, return_exceptions=True) if isinstance(error, Exception)]
         expect(said, "errors in the server", [], errors, "what you do with None, which unless_hung_up returns")
         await becomes(lambda: len(core.aborted) == 5)
@@ -229,10 +229,17 @@ async def _refuse_and_hang_up(make_app: Any, engine_cls: Any) -> None:
         await expect_nothing_left(said, engine, core, num_blocks)
 
 
+def _begin(
+    client: Client, body: dict[str, Any], hang_up: asyncio.Event | None = None, **options: Any
+) -> asyncio.Future[Response]:
+    """A call that goes on beside the check."""
+    return asyncio.ensure_future(client.call("POST", "/v1/completions", body, hang_up, **options))
+
+
 async def _hang_up_early(engine: Any, client: Client, body: dict[str, Any]) -> None:
     for stream in (True, False) if seeded("early").random() < 0.5 else (False, True):
         said, hang_up = f"A client that hangs up before the first token, stream={stream}.", asyncio.Event()
-        calling = asyncio.ensure_future(client.call("POST", "/v1/completions", body | {"stream": stream}, hang_up))
+        calling = _begin(client, {**body, "stream": stream}, hang_up)
         await becomes(lambda: len(engine.streams) == 1)
         hang_up.set()
         await becomes(lambda: not engine.streams)
@@ -256,12 +263,7 @@ async def _die(make_app: Any, engine_cls: Any) -> None:
         expect("GET /health", "status", 200, (await client.call("GET", "/health")).status, "health, which was given")
         body = {"prompt": "abc", "max_tokens": 9, "temperature": 0}
         whole, streamed = Response(), Response()
-        calls = [
-            asyncio.ensure_future(
-                client.call("POST", "/v1/completions", body | {"stream": response is streamed}, response=response)
-            )
-            for response in (whole, streamed)
-        ]
+        calls = [_begin(client, {**body, "stream": response is streamed}, response=response) for response in (whole, streamed)]
         await becomes(lambda: len(engine.streams) == 2)
         core.allow(_FATAL_STEP - 1)
         await becomes(lambda: bool(streamed.parts))

@@ -27,7 +27,35 @@ _PROMPTS = (
     "In 1969,",
     "Dear Sir,",
 )
+_CHAT = [{"role": "user", "content": "Name a colour."}]
 _GREEDY = SamplingParams(temperature=0, max_tokens=16)
+
+
+class _App:
+    """The learner's app, made in the server's event loop, to which its engine belongs."""
+
+    def __init__(self, make_app: Any, engine_cls: Any, core: Any, frontend: Any) -> None:
+        self._make, self._core = lambda engine: make_app(engine, frontend), core
+        self._engine_cls, self.engine, self._app = engine_cls, None, None
+        self.unwritten: list[NotImplementedError] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if self._app is None:
+            self.engine = self._engine_cls(self._core)
+            self._app = self._make(self.engine)
+        if scope["type"] == "lifespan":
+            return
+        try:
+            await self._app(scope, receive, send)
+        except NotImplementedError as error:
+            self.unwritten.append(error)
+            raise
+
+    def close(self) -> None:
+        """End the engine's thread."""
+        if self.engine is not None:
+            self.engine.inbox.put(None)
+            self.engine.thread.join(SECONDS)
 
 
 def check_server(make_app: Any, engine_cls: Any) -> list[str]:
@@ -39,45 +67,23 @@ def check_server(make_app: Any, engine_cls: Any) -> list[str]:
     llm = LLM("smollm2-135m", **_OPTIONS)
     texts = [output.outputs[0].text for output in llm.generate(list(_PROMPTS), _GREEDY, use_tqdm=False)]
     core, frontend = parts_of(llm.llm_engine)
-    num_blocks, engines = core.core.block_manager.get_num_free_gpu_blocks(), []
-    unwritten: list[NotImplementedError] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:  # the engine belongs to the server's event loop
-        if not engines:
-            engines.append(engine_cls(core))
-            engines.append(make_app(engines[0], frontend))
-        if scope["type"] == "lifespan":
-            return
-        try:
-            await engines[1](scope, receive, send)
-        except NotImplementedError as error:
-            unwritten.append(error)
-            raise
-
+    count_free = core.core.block_manager.get_num_free_gpu_blocks
+    num_blocks, app, said = count_free(), _App(make_app, engine_cls, core, frontend), "All clients have left."
     with serve(app) as address:
         try:
-            lines = _talk(address, texts)
-            lines.append(_measure(address))
+            lines = [*_talk(address, texts), _measure(address)]
             _hang_up(address)
-            _wait_until_idle(engines[0])
-            expect(
-                "All clients have left.",
-                "requests that still have a stream",
-                [],
-                sorted(engines[0].streams),
-                "generate's `finally`",
-            )
-            _wait_until(lambda: core.core.block_manager.get_num_free_gpu_blocks() == num_blocks)
-            free = core.core.block_manager.get_num_free_gpu_blocks()
-            expect("All clients have left.", "free blocks", num_blocks, free, "generate's `finally`, which aborts")
+            _wait_until(lambda: not app.engine.streams)
+            look = "generate's `finally`, which aborts"
+            expect(said, "requests that still have a stream", [], sorted(app.engine.streams), look)
+            _wait_until(lambda: count_free() == num_blocks)
+            expect(said, "free blocks", num_blocks, count_free(), look)
         except Exception:
-            if unwritten:
-                raise unwritten[0] from None
+            if app.unwritten:
+                raise app.unwritten[0] from None
             raise
         finally:
-            for engine in engines[:1]:
-                engine.inbox.put(None)
-                engine.thread.join(SECONDS)
+            app.close()
     return lines
 
 
@@ -97,12 +103,7 @@ def _talk(address: str, texts: list[str]) -> list[str]:
         got = list(pool.map(complete, range(len(_PROMPTS))))
         for prompt, wanted, text in zip(_PROMPTS, texts, got, strict=True):
             expect(f"{prompt!r}, by the openai client.", "text", wanted, text, "the check of the app, which serves a script")
-        chat: Any = {
-            "model": model,
-            "messages": [{"role": "user", "content": "Name a colour."}],
-            "max_tokens": 12,
-            "temperature": 0,
-        }
+        chat: Any = {"model": model, "messages": _CHAT, "max_tokens": 12, "temperature": 0}
         whole = client.chat.completions.create(**chat).choices[0].message.content
         with client.chat.completions.create(**chat, stream=True) as events:
             streamed = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
@@ -119,13 +120,8 @@ def _measure(address: str) -> str:
             return results
 
     results = _in_thread(measure)
-    expect(
-        "Twelve requests of the load generator, six at a time.",
-        "errors",
-        [],
-        [r.error for r in results if r.error],
-        "usage, [DONE]",
-    )
+    said, errors = "Twelve requests of the load generator, six at a time.", [result.error for result in results if result.error]
+    expect(said, "errors", [], errors, "usage, [DONE]")
     return f"{len(results)} requests of the load generator, none failed"
 
 
@@ -153,7 +149,3 @@ def _wait_until(condition: Any) -> None:
         if condition():
             return
         pause.wait(0.02)
-
-
-def _wait_until_idle(engine: Any) -> None:
-    _wait_until(lambda: not engine.streams)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from minivllm.course.lessons.assembly import CoreOutput
 from minivllm.course.lessons.lesson_08.situations import Crowd, Letters
@@ -23,45 +23,54 @@ SECONDS = 5.0
 _LOOK_AT_ENDS = "what is left behind: a message for the core, or a stream that is not taken out of self.streams"
 
 
+class _Run(Generic[_Made]):
+    """A coroutine on an event loop of its own, in a thread that a check can leave behind."""
+
+    def __init__(self, work: Callable[[], Awaitable[_Made]], seconds: float) -> None:
+        self.results: list[_Made] = []
+        self.errors: list[BaseException] = []
+        self.lost: list[BaseException] = []
+        """What was raised in callbacks, for which nobody waits."""
+        self._work, self._seconds = work, seconds
+        self.thread = threading.Thread(target=self._run_loop, daemon=True)
+        self.thread.start()
+        self.thread.join(seconds + SECONDS)
+
+    async def _limited(self) -> _Made:
+        asyncio.get_running_loop().set_exception_handler(self._note_lost)
+        return await asyncio.wait_for(self._work(), self._seconds)
+
+    def _note_lost(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" in context and "exception" in context:
+            self.lost.append(context["exception"])
+
+    def _run_loop(self) -> None:
+        try:
+            self.results.append(asyncio.run(self._limited()))
+        except BaseException as error:
+            self.errors.append(error)
+
+
 def run(said: str, work: Callable[[], Awaitable[_Made]], seconds: float = SECONDS) -> _Made:
     """What a coroutine returns, run on an event loop of its own. One that waits forever, or blocks the loop, ends in a sentence."""
-    results: list[_Made] = []
-    errors: list[BaseException] = []
-    lost: list[BaseException] = []
-    """What was raised in callbacks, for which nobody waits."""
-
-    async def limited() -> _Made:
-        asyncio.get_running_loop().set_exception_handler(
-            lambda _, context: lost.append(context["exception"]) if "handle" in context and "exception" in context else None
-        )
-        return await asyncio.wait_for(work(), seconds)
-
-    def run_loop() -> None:
-        try:
-            results.append(asyncio.run(limited()))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run_loop, daemon=True)
-    thread.start()
-    thread.join(seconds + SECONDS)
-    for error in [*errors, *lost]:
+    ran, expected = _Run(work, seconds), "an end"
+    for error in [*ran.errors, *ran.lost]:
         if isinstance(error, NotImplementedError):  # "write this", wherever it was raised
             raise error
-    if thread.is_alive():
+    if ran.thread.is_alive():
         got = "the event loop is blocked, or somebody catches a CancelledError and goes on"
         look = "what waits without `await`, repeats without one, or joins a thread, and what is caught. Then restart the kernel"
-        fail(f"{said}\nExpected: an end\nGot: {got}\nLook at {look}.")
-    if lost:
+    elif ran.lost:
+        expected, got = "no error in a callback", f"{type(ran.lost[0]).__name__}: {ran.lost[0]}"
         look = "what is called on the event loop, and with what"
-        fail(f"{said}\nExpected: no error in a callback\nGot: {type(lost[0]).__name__}: {lost[0]}\nLook at {look}.")
-    if errors and isinstance(errors[0], (TimeoutError, asyncio.TimeoutError)):
+    elif ran.errors and isinstance(ran.errors[0], (TimeoutError, asyncio.TimeoutError)):
         got = f"nothing for {seconds:.0f} seconds: somebody waits for news that nobody sends"
         look = "who wakes whom: each `await` of an event, and each message for the core"
-        fail(f"{said}\nExpected: an end\nGot: {got}\nLook at {look}.")
-    if errors:
-        raise errors[0]
-    return results[0]
+    elif ran.errors:
+        raise ran.errors[0]
+    else:
+        return ran.results[0]
+    fail(f"{said}\nExpected: {expected}\nGot: {got}\nLook at {look}.")
 
 
 async def iterate(made: Any) -> Any:
@@ -226,7 +235,7 @@ async def expect_nothing_left(said: str, engine: Any, core: WatchedCore, num_blo
 def _other_tasks() -> set[asyncio.Task[Any]]:
     """The tasks that neither this check nor `run` has started."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    return {task for task in tasks if not task.get_coro().__qualname__.startswith("run.")}  # type: ignore[union-attr]
+    return {task for task in tasks if not task.get_coro().__qualname__.startswith("_Run.")}  # type: ignore[union-attr]
 
 
 class _Loop:
