@@ -16,7 +16,7 @@ from minivllm.course.lessons.lesson_11.situations import SECONDS
 from minivllm.course.lessons.streaming import parts_of, serve
 from minivllm.course.observations import expect
 
-_OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 256, "num_gpu_blocks_override": 128}
+OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 256, "num_gpu_blocks_override": 128}
 _PROMPTS = (
     "The capital of France is",
     "Once upon a time",
@@ -31,7 +31,7 @@ _CHAT = [{"role": "user", "content": "Name a colour."}]
 _GREEDY = SamplingParams(temperature=0, max_tokens=16)
 
 
-class _App:
+class LazyApp:
     """The learner's app, made in the server's event loop, to which its engine belongs."""
 
     def __init__(self, make_app: Any, engine_cls: Any, core: Any, frontend: Any) -> None:
@@ -40,6 +40,7 @@ class _App:
         self.unwritten: list[NotImplementedError] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """As of an ASGI app."""
         if self._app is None:
             self.engine = self._engine_cls(self._core)
             self._app = self._make(self.engine)
@@ -64,11 +65,11 @@ def check_server(make_app: Any, engine_cls: Any) -> list[str]:
     Returns:
         What they got, for people.
     """
-    llm = LLM("smollm2-135m", **_OPTIONS)
+    llm = LLM("smollm2-135m", **OPTIONS)
     texts = [output.outputs[0].text for output in llm.generate(list(_PROMPTS), _GREEDY, use_tqdm=False)]
     core, frontend = parts_of(llm.llm_engine)
     count_free = core.core.block_manager.get_num_free_gpu_blocks
-    num_blocks, app, said = count_free(), _App(make_app, engine_cls, core, frontend), "All clients have left."
+    num_blocks, app, said = count_free(), LazyApp(make_app, engine_cls, core, frontend), "All clients have left."
     with serve(app) as address:
         try:
             lines = [*_talk(address, texts), _measure(address)]
