@@ -1,8 +1,14 @@
-"""The outputs of the engine: plain data, whether streamed step by step or returned at the end."""
+"""The outputs of the engine: plain data, whether streamed step by step or returned at the end.
+
+What is made for every token is a `msgspec.Struct`, which is several times as fast to make and to copy as a dataclass.
+"""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+
+import msgspec
 
 
 @dataclass(frozen=True)
@@ -14,8 +20,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass
-class RequestMetrics:
+class RequestMetrics(msgspec.Struct):
     """A request's times, in seconds of the engine's clock, and its counters. `queued_time` is when the (first) engine core got it.
 
     `num_preemptions` counts how often one of its sequences lost its blocks; `num_cached_tokens` is the number of prompt tokens found
@@ -44,11 +49,10 @@ class RequestMetrics:
 
     def copy(self) -> RequestMetrics:
         """A snapshot of the current values."""
-        return RequestMetrics(**vars(self))  # twice as fast as dataclasses.replace
+        return copy.copy(self)
 
 
-@dataclass
-class CompletionOutput:
+class CompletionOutput(msgspec.Struct):
     """One continuation of a prompt.
 
     `finish_reason` is None while it runs, then "stop" (an end-of-sequence or stop token, or a stop string), "length" (max_tokens, or the
@@ -70,8 +74,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass
-class RequestOutput:
+class RequestOutput(msgspec.Struct):
     """A request and its output so far.
 
     `prompt_logprobs` has an entry per prompt token, None for the first (nothing predicts it). If the request failed, `error` is set and

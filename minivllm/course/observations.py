@@ -25,6 +25,8 @@ from numbers import Real
 from operator import index
 from typing import Any, NoReturn
 
+import msgspec
+
 Hint = str | Callable[[], str]
 """Where to look; a function if it takes long to find out."""
 NEAR, WITHIN = "near", "within"
@@ -188,6 +190,8 @@ def plain(value: Any) -> Any:
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
         return [plain(getattr(value, field.name)) for field in fields(value)]
+    if isinstance(value, msgspec.Struct):
+        return [plain(getattr(value, name)) for name in value.__struct_fields__]
     if hasattr(value, "tolist"):  # of NumPy and torch
         return plain(value.tolist())
     try:

@@ -62,18 +62,24 @@ class SequenceText:
 
     def copy(self) -> CompletionOutput:
         """Everything so far, in lists of its own."""
-        logprobs = None if self.output.logprobs is None else list(self.output.logprobs)
-        return replace(self.output, token_ids=list(self.output.token_ids), logprobs=logprobs)
+        return self._since(0, 0)
 
     def take_new(self) -> CompletionOutput | None:
         """What is new since the last call; None if nothing is."""
         output, num_characters, num_tokens = self.output, self._num_given_characters, self._num_given_tokens
-        if len(output.token_ids) == num_tokens and not (output.finished and not self._gave_end):
+        if len(output.token_ids) == num_tokens and (self._gave_end or output.finish_reason is None):
             return None
         self._num_given_characters, self._num_given_tokens = len(output.text), len(output.token_ids)
-        self._gave_end = output.finished
+        self._gave_end = output.finish_reason is not None
+        return self._since(num_characters, num_tokens)
+
+    def _since(self, num_characters: int, num_tokens: int) -> CompletionOutput:
+        output = self.output
         logprobs = None if output.logprobs is None else output.logprobs[num_tokens:]
-        return replace(output, text=output.text[num_characters:], token_ids=output.token_ids[num_tokens:], logprobs=logprobs)
+        text, token_ids = output.text[num_characters:], output.token_ids[num_tokens:]
+        return CompletionOutput(
+            output.index, text, token_ids, output.cumulative_logprob, logprobs, output.finish_reason, output.stop_reason
+        )
 
 
 class RequestState:
@@ -108,18 +114,21 @@ class RequestState:
         for position, entry in (output.prompt_logprobs or {}).items():
             if self._prompt_logprobs is not None:
                 self._prompt_logprobs[position] = add_decoded_tokens(entry, self._tokenizer)
-        has_new, stopped = False, []
+        has_new, has_ended, stopped = False, False, []
         for new in output.sequences:
-            text = self.text(new.index)
-            if text.output.finished:
+            text = self.texts.get(new.index) or self.text(new.index)
+            if text.output.finish_reason is not None:
                 continue  # a stop string finished it, and the core had gone on meanwhile
             has_new = True
             stop = self._add_tokens(text, new)
+            if stop is None and new.finish_reason is None:
+                continue
+            has_ended = True
             if stop is not None:
                 text.output.finish_reason, text.output.stop_reason = "stop", stop
                 if new.finish_reason is None:
                     stopped.append(StoppedSequence(self.request.request_id, self.request.number, new.index, stop))
-            elif new.finish_reason is not None:
+            else:
                 reason = new.stop_reason
                 if isinstance(reason, int):  # of a special token, perhaps, whose text the request gave as a stop string
                     reason = self.request.special_stops.get(reason, reason)
@@ -127,11 +136,13 @@ class RequestState:
                 if isinstance(reason, str) and self.params.include_stop_str_in_output:
                     text.output.text += reason
         self.metrics, self.error = output.metrics, self.error or output.error
-        all_stopped = len(self.texts) == self.params.n and all(text.output.finished for text in self.texts.values())
-        self.finished = output.finished or all_stopped
+        self.finished = output.finished or (has_ended and self._all_have_ended())
         if self.finished and self.metrics.finished_time is None:
             self.metrics.finished_time = timestamp
         return has_new, stopped
+
+    def _all_have_ended(self) -> bool:
+        return len(self.texts) == self.params.n and all(text.output.finished for text in self.texts.values())
 
     def _add_tokens(self, text: SequenceText, new: NewTokens) -> str | None:
         """Add a sequence's new tokens. Returns the stop string that they complete, if any; tokens after it are dropped."""
@@ -162,7 +173,7 @@ class RequestState:
     def make_output(self) -> RequestOutput:
         """Everything so far; or, for `RequestOutputKind.DELTA`, what is new since the last call."""
         is_delta = self.params.output_kind is RequestOutputKind.DELTA
-        texts = [self.texts[index] for index in sorted(self.texts)]
+        texts = self.texts.values() if len(self.texts) == 1 else [self.texts[index] for index in sorted(self.texts)]
         completions = [text.take_new() if is_delta else text.copy() for text in texts]
         prompt_logprobs = self._prompt_logprobs
         if is_delta:
@@ -173,7 +184,7 @@ class RequestState:
             prompt_token_ids=self.request.prompt_token_ids,
             outputs=[completion for completion in completions if completion is not None],
             finished=self.finished,
-            metrics=self.metrics.copy(),
+            metrics=self.metrics,
             prompt_logprobs=prompt_logprobs,
             error=self.error,
         )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from minivllm.layers.attention import AttentionMetadata
+
+_ALIGNMENT = 16
 
 
 @dataclass
@@ -24,3 +29,59 @@ class ModelInput:
     positions: Tensor
     metadata: AttentionMetadata
     sampled_rows: list[int]
+
+
+class BlockTables:
+    """The block tables of a batch as one array, kept from step to step. Mirrors `vllm/v1/worker/block_table.py`.
+
+    Only tables that have changed are written: in most steps, a sequence gets no new block.
+    """
+
+    def __init__(self) -> None:
+        self._array = np.zeros((0, 0), np.int32)
+        """A row for each place in the batch, padded with zeros."""
+        self._written: list[list[int]] = []
+        """The table that each row holds."""
+
+    def update(self, tables: list[list[int]]) -> np.ndarray:
+        """The tables of a step, `[len(tables), blocks of the longest]`, int32, padded with zeros. The array belongs to the caller."""
+        width = max(map(len, tables))
+        self._make_room(len(tables), width)
+        written = self._written
+        for i, table in enumerate(tables):
+            if written[i] != table:
+                row = self._array[i]
+                row[: len(table)] = table
+                row[len(table) : max(len(table), len(written[i]))] = 0
+                written[i] = list(table)  # the scheduler's own list grows
+        return self._array[: len(tables), :width].copy()
+
+    def _make_room(self, num_rows: int, width: int) -> None:
+        rows, columns = self._array.shape
+        if num_rows > rows or width > columns:
+            larger = np.zeros((max(num_rows, rows), max(width, 2 * columns if width > columns else columns)), np.int32)
+            larger[:rows, :columns] = self._array
+            self._array = larger
+            self._written += [[] for _ in range(len(larger) - rows)]
+
+
+def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on the device. A GPU gets them in one copy, for which the host does not wait."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return packed(arrays, device, pin_memory=device.type == "cuda")
+
+
+def packed(arrays: list[np.ndarray], device: torch.device, pin_memory: bool) -> list[Tensor]:
+    """The arrays as parts of one buffer on the device. Pinned memory of the host is not used anew before the copy is done: torch sees to that."""
+    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    starts = list(accumulate(sizes, initial=0))
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pin_memory)
+    host = buffer.numpy()
+    for array, start in zip(arrays, starts, strict=False):
+        host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    parts = buffer.to(device, non_blocking=True)
+    return [
+        parts[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, start in zip(arrays, starts, strict=False)
+    ]

@@ -6,7 +6,9 @@ There is one code path for prefill, decode and mixed steps: each sequence brings
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import SequenceData, SequenceOutput
 from minivllm.worker.cuda_graphs import DecodeGraphs
-from minivllm.worker.model_input import ModelInput
+from minivllm.worker.model_input import BlockTables, ModelInput, to_device
 from minivllm.worker.sampler import SampledToken, Sampler, SamplingRow, can_choose_in_parts, choose_in_part, top_logprobs
 
 PROMPT_LOGPROB_ROWS = 256
@@ -37,6 +39,7 @@ class ModelRunner:
         self.device = device
         self.sampler = sampler or Sampler()
         self.graphs: DecodeGraphs | None = None
+        self._block_tables = BlockTables()
 
     def prepare_inputs(self, sequences: list[SequenceData], num_blocks: int) -> ModelInput:
         """Lay out the tokens of a step and compute each one's position and cache slot.
@@ -45,45 +48,46 @@ class ModelRunner:
             KernelError: A sequence is longer than the model's positions or its block table, or a table names a block that
                 a cache of `num_blocks` lacks.
         """
-        block_size = self.block_size
-        input_ids: list[int] = []
-        positions: list[int] = []
-        slot_mapping: list[int] = []
-        query_start_loc: list[int] = [0]
-        context_lens: list[int] = []
-        sampled_rows: list[int] = []
-        max_blocks = max(len(seq.block_table) for seq in sequences)
-        for seq in sequences:
-            start = seq.num_computed_tokens
-            end = start + seq.num_tokens
-            table = seq.block_table
-            if end > self.max_model_len:
-                raise KernelError(f"A sequence has {end} tokens, but the model runs with positions for {self.max_model_len}.")
-            if end > len(table) * block_size:
-                raise KernelError(
-                    f"A sequence of {end} tokens has a table of {len(table)} blocks of {block_size}, which is too short."
-                )
-            input_ids.extend(seq.token_ids)
-            positions.extend(range(start, end))
-            slot_mapping.extend(table[p // block_size] * block_size + p % block_size for p in range(start, end))
-            query_start_loc.append(len(input_ids))
-            context_lens.append(end)
-            if seq.num_samples:
-                sampled_rows.extend(range(len(input_ids) - 1 - seq.num_drafts, len(input_ids)))
-        padded_tables = [seq.block_table + [0] * (max_blocks - len(seq.block_table)) for seq in sequences]
-        block_tables = torch.tensor(padded_tables, dtype=torch.int32)
-        lowest, highest = block_tables.aminmax()
-        if lowest < 0 or highest >= num_blocks:
-            wrong = int(lowest if lowest < 0 else highest)
-            raise KernelError(f"A block table names block {wrong}, but the cache has {num_blocks} blocks.")
-        metadata = AttentionMetadata(
-            is_decode=len(input_ids) == len(sequences),
-            slot_mapping=self._tensor(slot_mapping),
-            block_tables=block_tables.to(self.device),
-            context_lens=self._tensor(context_lens, torch.int32),
-            query_start_loc=self._tensor(query_start_loc, torch.int32),
+        block_size, num_seqs = self.block_size, len(sequences)
+        block_tables = self._block_tables.update([seq.block_table for seq in sequences])
+        starts = np.fromiter((seq.num_computed_tokens for seq in sequences), np.int64, num_seqs)
+        num_tokens = np.fromiter((len(seq.token_ids) for seq in sequences), np.int64, num_seqs)
+        context_lens = starts + num_tokens
+        self._check_inputs(sequences, context_lens, block_tables, num_blocks)
+        query_start_loc = np.zeros(num_seqs + 1, np.int64)
+        np.cumsum(num_tokens, out=query_start_loc[1:])
+        total = int(query_start_loc[-1])
+        input_ids = np.fromiter(chain.from_iterable(seq.token_ids for seq in sequences), np.int64, total)
+        owners = np.repeat(np.arange(num_seqs), num_tokens)  # of each token, its sequence
+        positions = np.arange(total) + (starts - query_start_loc[:-1])[owners]
+        blocks = block_tables[owners, positions // block_size].astype(np.int64)
+        slot_mapping = blocks * block_size + positions % block_size
+        ids, places, slots, tables, lens, locs = to_device(
+            [input_ids, positions, slot_mapping, block_tables, context_lens.astype(np.int32), query_start_loc.astype(np.int32)],
+            self.device,
         )
-        return ModelInput(self._tensor(input_ids), self._tensor(positions), metadata, sampled_rows)
+        metadata = AttentionMetadata(
+            is_decode=total == num_seqs, slot_mapping=slots, block_tables=tables, context_lens=lens, query_start_loc=locs
+        )
+        ends = zip(sequences, query_start_loc[1:].tolist(), strict=True)
+        sampled_rows = [row for seq, end in ends if seq.num_samples for row in range(end - 1 - seq.num_drafts, end)]
+        return ModelInput(ids, places, metadata, sampled_rows)
+
+    def _check_inputs(
+        self, sequences: list[SequenceData], context_lens: np.ndarray, block_tables: np.ndarray, num_blocks: int
+    ) -> None:
+        longest = int(context_lens.max())
+        if longest > self.max_model_len:
+            raise KernelError(f"A sequence has {longest} tokens, but the model runs with positions for {self.max_model_len}.")
+        for seq, end in zip(sequences, context_lens.tolist(), strict=True):
+            if end > len(seq.block_table) * self.block_size:
+                raise KernelError(
+                    f"A sequence of {end} tokens has a table of {len(seq.block_table)} blocks of {self.block_size}, which is too short."
+                )
+        lowest, highest = (int(block_tables.min()), int(block_tables.max())) if block_tables.size else (0, 0)
+        if lowest < 0 or highest >= num_blocks:
+            wrong = lowest if lowest < 0 else highest
+            raise KernelError(f"A block table names block {wrong}, but the cache has {num_blocks} blocks.")
 
     def capture_graphs(self, kv_caches: list[KVCache], max_num_seqs: int) -> None:
         """Record decode steps over that cache as CUDA graphs, for later steps to replay."""

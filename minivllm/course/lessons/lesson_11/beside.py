@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,15 +16,23 @@ from typing import Any
 
 from minivllm import LLM
 from minivllm.bench.report import format_table
-from minivllm.config import EngineArgs
 from minivllm.course.lessons.lesson_11.server import OPTIONS, LazyApp
 from minivllm.course.lessons.streaming import parts_of, serve
-from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.entrypoints.server import api_server
-from minivllm.entrypoints.server.state import ServerSettings, ServerState
 
 _LOAD = ("--num-requests", "24", "--concurrency", "8", "--mean-prompt-len", "16", "--mean-output-len", "24", "--warmup", "2")
 _ROUNDS = 2
+_SERVE = """
+import os, signal, sys, threading
+
+def end_with_parent():
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=end_with_parent, daemon=True).start()
+from minivllm.entrypoints.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""`minivllm serve`, which ends when this process does, however that ends."""
 _LATENCIES = (("ttft_ms", "p50"), ("itl_ms", "p50"), ("itl_ms", "p99"))
 
 
@@ -67,12 +76,20 @@ def _learners(make_app: Any, engine_cls: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _packages() -> Iterator[str]:
-    engine = AsyncLLMEngine.from_engine_args(EngineArgs("smollm2-135m", **OPTIONS))
+    options = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-c", _SERVE, "serve", "smollm2-135m", "--port", "0", *options]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert server.stdin is not None and server.stdout is not None
     try:
-        with serve(api_server.make_app(ServerState(engine, ServerSettings()))) as address:
-            yield address
+        lines: list[str] = []
+        while not (found := re.search(r"serves .* at (http://\S+)", lines[-1] if lines else "")):
+            lines.append(server.stdout.readline())
+            if not lines[-1]:
+                raise RuntimeError(f"minivllm serve has ended: {''.join(lines[-3:])}")
+        yield found[1]
     finally:
-        engine.shutdown()
+        server.stdin.close()
+        server.wait()
 
 
 def _bench(address: str, load: tuple[str, ...]) -> dict[str, Any]:
