@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
@@ -201,7 +202,7 @@ class SamplingParams:
         """`stop` as a tuple, empty if there are none."""
         return tuple(self.stop or ())
 
-    @property
+    @cached_property  # asked for every token
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, without a random number."""
         return self.temperature < GREEDY_EPSILON
@@ -211,10 +212,15 @@ class SamplingParams:
         """Whether tokens that have occurred are penalized."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    @property
+    @cached_property
     def needs_output_tokens(self) -> bool:
         """Whether sampling depends on earlier output tokens."""
         return self.has_penalties or bool(self.bad_words or self.logits_processors)
+
+    @cached_property
+    def adjusts_logits(self) -> bool:
+        """Whether logits are changed before temperature and filters, at every position."""
+        return self.needs_output_tokens or bool(self.logit_bias or self.allowed_token_ids)
 
 
 def _check_int(name: str, value: Any, low: int | None = None, high: int | None = None, hint: str = "") -> None:

@@ -101,9 +101,8 @@ def argmax(logits: Tensor) -> Tensor:
 
 def adjusts_logits(row: SamplingRow) -> bool:
     """Whether `adjust_logits` would change anything."""
-    params = row.params
-    restricts_tokens = params.allowed_token_ids or row.position < params.min_tokens or row.mask
-    return bool(params.logit_bias or params.needs_output_tokens or restricts_tokens)
+    params = row.seq.request.sampling_params
+    return params.adjusts_logits or bool(row.seq.masks) or (params.min_tokens > 0 and row.position < params.min_tokens)
 
 
 def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
