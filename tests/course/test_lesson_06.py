@@ -43,7 +43,6 @@ LOOPS, KERNEL = "numba", "triton"
 
 class TestChecks(LessonChecks):
     number = "06"
-    every_wrong = 2
     every = 47
     fewest = 10
 

@@ -9,5 +9,4 @@ class TestChecks(LessonChecks):
     number = "12"
     points = 19
     says = ("Expected", "Got", "Look at")
-    every_wrong = 3
     every = 9

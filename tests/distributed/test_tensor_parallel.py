@@ -238,7 +238,11 @@ def test_tokens_of_several_ranks_are_those_of_one(model, world_size):
     ],
     indirect=True,
 )
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"attention_backend": "torch"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.long), {"quantization": "int8"}, {"attention_backend": "torch"}],
+    ids=str,
+)
 def test_other_dtypes_are_near(model, options):
     """Log-probabilities of a prompt are near those in float32; how near, is what one rank shows."""
     _, folder = model
