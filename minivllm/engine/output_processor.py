@@ -111,8 +111,8 @@ class RequestState:
 
     def add(self, output: EngineCoreOutput, timestamp: float) -> tuple[bool, list[StoppedSequence]]:
         """Add what a step computed. Returns whether it added tokens, and the sequences whose text completed a stop string."""
-        for position, entry in (output.prompt_logprobs or {}).items():
-            if self._prompt_logprobs is not None:
+        if output.prompt_logprobs and self._prompt_logprobs is not None:
+            for position, entry in output.prompt_logprobs.items():
                 self._prompt_logprobs[position] = add_decoded_tokens(entry, self._tokenizer)
         has_new, has_ended, stopped = False, False, []
         for new in output.sequences:
@@ -146,11 +146,12 @@ class RequestState:
 
     def _add_tokens(self, text: SequenceText, new: NewTokens) -> str | None:
         """Add a sequence's new tokens. Returns the stop string that they complete, if any; tokens after it are dropped."""
+        last = len(new.token_ids) - 1
         for i, token_id in enumerate(new.token_ids):
-            is_last = i == len(new.token_ids) - 1
-            ended_by_token = new.finish_reason == "stop" and is_last and token_id in self.request.stop_reasons  # not by a grammar
-            visible = not ended_by_token or self.params.include_stop_str_in_output
-            stop = text.add(token_id, new.logprobs[i] if new.logprobs else None, visible=visible)
+            visible = True
+            if i == last and new.finish_reason == "stop" and token_id in self.request.stop_reasons:  # not ended by a grammar
+                visible = self.params.include_stop_str_in_output
+            stop = text.add(token_id, new.logprobs[i] if new.logprobs else None, visible)
             if stop is not None:
                 return stop
         return text.finish() if new.finish_reason is not None else None
