@@ -11,6 +11,7 @@ The frontend starts the process as `python -m minivllm.engine.engine_core_proc`,
 from __future__ import annotations
 
 import logging
+import gc
 import os
 import pickle
 import queue
@@ -93,6 +94,8 @@ class EngineCoreProc:
         threading.Thread(target=self._run_input, args=(loop,), daemon=True).start()
         sender = threading.Thread(target=self._run_output, args=(loop,))
         sender.start()
+        gc.collect()
+        gc.freeze()  # what is loaded stays: the collector need not look through it again and again
         was_told = loop.run_busy_loop()
         core.shutdown()
         sender.join()
