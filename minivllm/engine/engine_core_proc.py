@@ -10,8 +10,8 @@ The frontend starts the process as `python -m minivllm.engine.engine_core_proc`,
 
 from __future__ import annotations
 
-import logging
 import gc
+import logging
 import os
 import pickle
 import queue
