@@ -174,7 +174,9 @@ def _measure_messages(num_seqs: int, params: SamplingParams) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, nargs="+", default=[16, 64, 256, 1024], help="batch sizes (default: %(default)s)")
+    parser.add_argument(
+        "--sequences", type=int, nargs="+", default=[16, 64, 256, 1024], help="batch sizes (default: %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.6], help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args()

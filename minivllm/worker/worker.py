@@ -5,6 +5,7 @@ Mirrors `vllm/v1/worker/gpu_worker.py`.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import torch
@@ -76,6 +77,8 @@ class Worker:
         model = load_model(self.model_config, self.platform)
         if not self.enforce_eager:
             self.compiled_model = compile_model(model, self.platform)
+            if self.compiled_model is not None:  # the model calls it and it has the model: apart, both are freed with the worker
+                weakref.finalize(self, vars(self.compiled_model.model).pop, "forward", None)
         block_size, max_model_len = self.cache_config.block_size, self.model_config.max_model_len
         self.model_runner = ModelRunner(model, block_size, max_model_len, self.device, self.sampler)
 

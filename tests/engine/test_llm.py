@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -312,3 +315,16 @@ def test_numbers_of_numpy_and_tensors_are_token_ids_too(llm):
     expected = llm.generate(token_ids, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     for prompt in (np.array(token_ids), list(np.array(token_ids)), torch.tensor(token_ids), [torch.tensor(token_ids)]):
         assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_the_memory_of_an_engine_is_free_when_nobody_uses_it_any_more(llm):
+    """At once, not when the garbage collector looks for cycles: another engine may be made in the next line."""
+    other = LLM("smollm2-135m", num_gpu_blocks_override=16, max_model_len=128)  # the first one is kept by what it has imported
+    worker = other.llm_engine.executor.worker
+    parts = [weakref.ref(part) for part in (worker.compiled_model, worker.model_runner.model, worker.cache_engine)]
+    gc.disable()
+    try:
+        del other, worker
+        assert [part() for part in parts] == [None, None, None]
+    finally:
+        gc.enable()
