@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -195,8 +196,10 @@ def draw_streams(
     for row, name in enumerate(names):
         times = [when - killed for when, other in events if other == name]
         color = request_color(int(name.lstrip("r")))
-        following = min((t for t in times if t > 0), default=None)
-        if name in moved and following is not None:
+        gaps = list(pairwise([0.0, *(t for t in times if t > 0)]))  # the first may end with a token that was on its way
+        if name in moved and gaps:
+            widest = max(end - begin for begin, end in gaps)
+            following = next(end for begin, end in gaps if end - begin > widest / 2)
             after = max(after, following + 0.3)
             axes.barh(row, following, height=0.62, color=pause, zorder=1)
         axes.plot(times, [row] * len(times), "|", color=color, markersize=11, markeredgewidth=1.6, zorder=2)
