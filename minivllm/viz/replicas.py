@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -195,10 +196,12 @@ def draw_streams(
     for row, name in enumerate(names):
         times = [when - killed for when, other in events if other == name]
         color = request_color(int(name.lstrip("r")))
-        last, following = max((t for t in times if t <= 0), default=None), min((t for t in times if t > 0), default=None)
-        if name in moved and last is not None and following is not None:
+        gaps = list(pairwise([0.0, *(t for t in times if t > 0)]))  # the first may end with a token that was on its way
+        if name in moved and gaps:
+            widest = max(end - begin for begin, end in gaps)
+            following = next(end for begin, end in gaps if end - begin > widest / 2)
             after = max(after, following + 0.3)
-            axes.barh(row, following - last, left=last, height=0.62, color=pause, zorder=1)
+            axes.barh(row, following, height=0.62, color=pause, zorder=1)
         axes.plot(times, [row] * len(times), "|", color=color, markersize=11, markeredgewidth=1.6, zorder=2)
     axes.axvline(0, color=INK, linestyle=(0, (4, 3)), linewidth=1.2)
     axes.text(0.012, len(names) - 0.35, "SIGKILL", fontsize=8, color=INK, va="bottom")

@@ -40,7 +40,12 @@ MOST_POLLS = 200
 
 
 class Endless(BaseException):
-    """A loop goes round and round and does nothing: it is broken off."""
+    """A loop goes round and round and does nothing: it is broken off. Its arguments are what was expected, what came, and where to look, if known."""
+
+
+def some(count: int, what: str) -> str:
+    """How many of something, in words: 1 step, 2 steps."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def token_at(request: EngineCoreRequest, index: int, output: list[int]) -> int:
@@ -161,20 +166,19 @@ def random_options(rng: random.Random) -> dict[str, Any]:
 def undisturbed(request: EngineCoreRequest) -> dict[int, tuple[str, str]]:
     """The text of each continuation if nothing happens, and why it ends."""
     streams = {index: undisturbed_stream(request, index) for index in range(request.sampling_params.n)}
-    return {index: (stream.text, reason) for index, (stream, reason) in streams.items()}
+    return {index: (stream.text, reason if stream.stop is None else "stop") for index, (stream, reason) in streams.items()}
 
 
 def undisturbed_stream(request: EngineCoreRequest, index: int) -> tuple[TextStream, str]:
-    """One continuation if nothing happens, and why it ends."""
-    stream, tokens, reason = TextStream(Letters(), request), [], None  # type: ignore[var-annotated]
-    while reason is None:
+    """One continuation if nothing happens, and why its replica ends it; "" if only the client knows, by a stop string."""
+    stream, tokens, reason = TextStream(Letters(), request), [], ""  # type: ignore[var-annotated]
+    while not reason and stream.stop is None:
         tokens.append(token_at(request, index, tokens))
         if tokens[-1] in request.stop_reasons:
             reason = "stop"
         elif len(tokens) == request.sampling_params.max_tokens:
             reason = "length"
-        stream.add(tokens[-1:], reason is not None)
-        reason = "stop" if stream.stop is not None else reason
+        stream.add(tokens[-1:], bool(reason))
     return stream, reason
 
 
@@ -198,10 +202,10 @@ def unbroken(run: Callable[[], Any], said: str, look: str) -> None:
     """Call it; if it goes round and round, say so."""
     try:
         run()
-    except Endless:
-        fail(
-            f"{said}\nExpected: it waits until there is something to do\nGot: it asks again and again, instead of waiting (`get(block=True)`).\nLook at {look}."
-        )
+    except Endless as error:
+        again = "it waits until there is something to do", "it asks again and again, instead of waiting (`get(block=True)`)", look
+        expected, got, look = error.args or again
+        fail(f"{said}\nExpected: {expected}\nGot: {got}.\nLook at {look}.")
 
 
 def within(run: Callable[[], Any], said: str, look: str, release: Callable[[], Any] = lambda: None) -> None:

@@ -122,7 +122,13 @@ class ScriptedLinks(Scripted):
             self.stop(
                 f"Expected: bytes given to links.send\nGot: {type(data).__name__}\nLook at encode, which makes bytes of plain data."
             )
-        number, method, arguments = decode(data)
+        message = decode(data)
+        if not (isinstance(message, (tuple, list)) and len(message) == 3 and isinstance(message[2], (tuple, list))):
+            self.stop(
+                f"Expected: a message (number, method, arguments)\nGot: {message!r}\n"
+                "Look at call: encode((self.number, method, arguments)), with the arguments as one tuple."
+            )
+        number, method, arguments = message
         self._number, self._has_failed, self._num_waits = number, False, 0
         self.sent[rank].append((number, method, tuple(arguments)))
         what = self.script[rank]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,6 +186,16 @@ def add_situation(error: BaseException, said: str) -> BaseException:
     """An error of a learner's code, which says in which situation it came (from Python 3.11 on)."""
     getattr(error, "add_note", str)(f"The situation: {said}")
     return error
+
+
+@contextmanager
+def situation(said: str) -> Iterator[None]:
+    """Let errors of a learner's code in this block say in which situation they came."""
+    try:
+        yield
+    except Exception as error:
+        add_situation(error, said)
+        raise
 
 
 def _run(world: World, function: Callable[[Any], Any], ends: list[Any], said: str, look: str) -> list[Any]:

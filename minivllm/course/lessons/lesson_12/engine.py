@@ -143,7 +143,7 @@ def _generate(engine: LLMEngine) -> list[list[int]]:
                 "error",
                 None,
                 output.error,
-                "what the error names, on the rank that it names",
+                "the part that the error names, and its check above",
             )
             tokens[output.request_id] = list(output.outputs[0].token_ids)
     return [tokens[str(number)] for number in range(len(REQUESTS))]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.course.lessons.lesson_02.situations import make_tensor
-from minivllm.course.lessons.ranks import MemoryGroup, run_groups
+from minivllm.course.lessons.ranks import MemoryGroup, run_groups, situation
 from minivllm.course.lessons.tensors import Suspect, expect_close
 from minivllm.course.observations import expect, rounds
 from minivllm.distributed.partition import split_heads, split_units
@@ -32,6 +32,8 @@ _BEST = "the best score of each row (float64; of equal ones, the first rank's), 
 def expect_part(said: str, layer: Any, expected: Tensor, look: str, name: str = "weight") -> None:
     """Unless a layer holds this part of its weight, and no more, raise an AssertionError."""
     part = getattr(layer, name, None)
+    if isinstance(part, Tensor):
+        expect(said, f"shape of {name}", list(expected.shape), list(part.shape), look)
     expect_close(said, name, expected, part, look)
     held = part.untyped_storage().nbytes() if part is not None else None
     expect(said, f"bytes held of the {name}", expected.nbytes, held, _KEPT)
@@ -66,14 +68,17 @@ def check_column(cls: Any) -> None:
 def _check_columns(cls: Any, sizes: list[int], parts: list[range], weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
     said = f"ColumnParallel({sizes}, {parts}), {'without' if bias is None else 'with'} bias."
     rows = [sum(sizes[:i]) + row for i, part in enumerate(parts) for row in part]
-    layer = cls(sizes, parts)
-    layer.load(weight.clone(), None if bias is None else bias.clone())
+    with situation(said):
+        layer = cls(sizes, parts)
+        layer.load(weight.clone(), None if bias is None else bias.clone())
     expect_part(said, layer, weight[rows], _ROWS)
     if bias is not None:
         expect_part(said, layer, bias[rows], "the bias: its rows go with those of the weight", "bias")
     expected = F.linear(x, weight[rows], None if bias is None else bias[rows])
     suspects = [(F.linear(x, weight[rows]), "the bias: its rows go with those of the weight")]
-    expect_close(said, "output", expected, layer(x.clone()), "forward: x @ weight.T, and the bias if there is one", suspects)
+    with situation(said):
+        output = layer(x.clone())
+    expect_close(said, "output", expected, output, "forward: x @ weight.T, and the bias if there is one", suspects)
 
 
 def check_row(cls: Any) -> None:

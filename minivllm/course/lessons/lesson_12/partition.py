@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from minivllm.course.lessons.ranks import situation
 from minivllm.course.observations import expect, rounds
 from minivllm.distributed.partition import split_heads, split_units
 
@@ -23,7 +24,9 @@ def check_split(split: Any) -> None:
         for rank in range(world_size):
             said = f"split({total}, {world_size}, {rank})."
             expected = as_range(split_units(total, world_size, rank))
-            expect(said, "start and stop of the range", expected, as_range(split(total, world_size, rank)), look)
+            with situation(said):
+                got = split(total, world_size, rank)
+            expect(said, "start and stop of the range", expected, as_range(got), look)
 
 
 def check_split_heads(split_heads_of: Any) -> None:
@@ -37,7 +40,8 @@ def check_split_heads(split_heads_of: Any) -> None:
         for rank in range(world_size):
             said = f"split_heads({num_heads}, {num_kv_heads}, {world_size}, {rank})."
             right = split_heads(num_heads, num_kv_heads, world_size, rank)
-            got = split_heads_of(num_heads, num_kv_heads, world_size, rank)
+            with situation(said):
+                got = split_heads_of(num_heads, num_kv_heads, world_size, rank)
             is_pair = isinstance(got, (tuple, list)) and len(got) == 2
             pair = {"query heads": as_range(got[0]), "KV heads": as_range(got[1])} if is_pair else repr(got)[:100]
             expected = {"query heads": as_range(right.query), "KV heads": as_range(right.kv)}

@@ -16,6 +16,10 @@ from minivllm.course.observations import expect, rounds
 from minivllm.distributed.partition import split_units
 
 _ROUNDS = "the rounds: there is one less than ranks, and in each a rank sends one chunk and receives one"
+_ROUNDS_OF_BOTH = (
+    "the two halves: each has one round less than there are ranks, and in each round a rank sends one chunk and receives one"
+)
+_WHOLE = "which chunk is whole in the end, (rank + 1) % world_size: the first round sends chunk `rank`, and adds what comes in to chunk `rank - 1`"
 _ORDER = (
     "which chunk goes out in which round: in the first one chunk `rank`, then always the one that was received and added to last"
 )
@@ -48,10 +52,10 @@ def expect_chunk(said: str, what: str, expected: Tensor, got: Tensor, look: str,
         expect_close(said, what, expected, got, look, suspects)
 
 
-def expect_messages(said: str, rings: list[Ring], per_rank: int) -> None:
+def expect_messages(said: str, rings: list[Ring], per_rank: int, look: str = _ROUNDS) -> None:
     """Unless every rank has sent so many messages, raise an AssertionError."""
     counts = {f"rank {ring.rank}": len(ring.sent) for ring in rings}
-    expect(said, "messages sent", dict.fromkeys(counts, per_rank), counts, _ROUNDS)
+    expect(said, "messages sent", dict.fromkeys(counts, per_rank), counts, look)
 
 
 def check_reduce_scatter(reduce_scatter: Any) -> None:
@@ -72,7 +76,7 @@ def _check_scatter(reduce_scatter: Any, world_size: int, numbers: list[Tensor]) 
     total = cut(add_up(numbers), world_size)
     for rank, (own, chunks) in enumerate(results):
         where, whole = f"{said} Rank {rank}.", (rank + 1) % world_size
-        expect(where, "number of the whole chunk", whole, own, "what is returned: (rank + 1) % world_size")
+        expect(where, "number of the whole chunk", whole, own, _WHOLE)
         suspects = [(cut(numbers[rank], world_size)[whole], _IN_PLACE)]
         expect_chunk(where, f"chunk {own}", total[whole], chunks[whole], _ORDER, suspects)
 
@@ -111,7 +115,7 @@ def _check_sum(all_reduce: Any, world_size: int, numbers: list[Tensor]) -> None:
         expect_close(where, "x", add_up(numbers), x, _HALVES)
         expect(where, "is x returned", True, returned is x, "what is returned: x itself")
         expect(where, "equal bits on all ranks", True, torch.equal(x, tensors[0]), _HALVES)
-    expect_messages(said, rings, 2 * (world_size - 1))
+    expect_messages(said, rings, 2 * (world_size - 1), _ROUNDS_OF_BOTH)
     largest = max((message.num_bytes for ring in rings for message in ring.sent), default=0)
-    is_small = largest <= 4 * -(-numbers[0].numel() // world_size)
-    expect(said, "is the largest message one n-th", True, is_small, "the chunks: no message has all numbers")
+    chunk = -(-numbers[0].numel() // world_size) if world_size > 1 else 0
+    expect(said, "bytes of the largest message", 4 * chunk, largest, "the chunks: as many as ranks, and as equal as can be")

@@ -34,9 +34,8 @@ def rehearse(replica_cls: Any, client_cls: Any, router_cls: Any, coordinator_cls
     wire.to_core.put(None)
     within(wire.replica(replica_cls, FakeCore()).run, "The socket is closed at once.", "`run`")
     first = [type(decode_from_core(data)).__name__ for data in wire.sent[:1]]
-    expect(
-        "The socket is closed at once.", "sent first", ["CoreReady"], first, "`run`, whose first message says that it is ready"
-    )
+    look = "`run`, whose first message says that it is ready"
+    expect("The socket is closed at once.", "sent first", ["CoreReady"], first, look)
     cluster = Cluster(client_cls, random.Random(0), 2)
     cluster.submit(2)
     cluster.kill(0)

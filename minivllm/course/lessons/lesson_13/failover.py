@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from minivllm.course.lessons.fake_replicas import (
@@ -11,21 +11,22 @@ from minivllm.course.lessons.fake_replicas import (
     FewestFirst,
     make_request,
     random_options,
+    some,
     token_at,
     undisturbed,
     undisturbed_stream,
 )
+from minivllm.course.lessons.in_flight import Delta
 from minivllm.course.lessons.lesson_08.situations import Letters
-from minivllm.course.observations import expect, rounds, seeded
+from minivllm.course.observations import expect, fail, rounds, seeded
 from minivllm.engine.core_messages import AddRequest, EngineCoreOutput, NewTokens, StopSequences
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 
-_SEND = (
-    "`to_send`: `replace(in_flight.request, number=..., resumption=...)`; the prompt, the seed and the limits stay as they were"
-)
+_SEND = "`to_send`: `replace(in_flight.request, number=..., resumption=...)`; the prompt, the seed and the limits stay as they were; without a token there is no resumption, None"
 _OLD = "the first line of `take`: outputs of another replica or of an earlier sending come from a process that should be dead"
 _TEXT = "`take`: each output once, from the replica that has the request, under the number of its latest sending; the text comes from the continuation's own stream, which outlives the replica"
+_LOST = "`lose`: the replica leaves `self.replicas`, the router closes it, its requests wait, and nothing else of them changes; and `to_send`, which takes the output so far along"
 _LEFT = "what the replica must hear: StopSequences at a stop string, with the number of the latest sending, and AbortRequests at an abort; and `token_ids` of what has finished, which a Resumption would begin again"
 _LOOKS = {
     "messages sent by particular requests": "`retry`: `avoid` has the replicas that may not have the request; if that is all of them, it waits on, and the next one may go all the same",
@@ -45,13 +46,15 @@ _LOOKS = {
     "aborted requests that got text afterwards": "`abort`: it leaves `self.requests`, and `take` ignores what is not there",
     "deltas": _OLD,
     "output so far": "`token_ids`: a list for each index that is unfinished, which `take` extends; what has finished leaves it, or a Resumption would begin it again",
-    "deaths since the latest token": "`take`: `num_deaths` is 0 again as soon as a token comes",
-    "stop strings told to replicas": "`StoppedSequence`: its last field is the stop string that was found, `stream.stop`",
+    "deaths since the latest token": "`take`: `num_deaths` is 0 again as soon as `output.sequences` brings something, whatever its text",
+    "requests sent by then": "`take`: `self.retry()` at its end, also if the request goes on: a place may be free now",
+    "stop strings told to replicas": "`take`: only if the replica does not know, since `new.finish_reason` is None; and `StoppedSequence`, whose last field is the stop string that was found, `stream.stop`",
     "metrics kept": "`in_flight.metrics = output.metrics`",
-    "number of deltas": "what `take` returns: a Delta for each of `output.sequences`",
     "deltas (index, text, reason)": '`take`: what goes on ends with "error" if `output.error` is set',
     "messages of aborts": "`abort`: the replica hears it if it has the request, and `retry` sends the next",
     "requests that wait": "the end of `lose`: `self.retry()`, since there is another replica",
+    "what `judge` is given, and how much was sent before": "`lose`: `lost` has the requests that were at this replica, not those that waited before; `judge` comes before `retry`",
+    "what `lose` returns": "`lose`: it returns the deltas of `judge`",
     "sent when one joins": "`retry`, which `join` and `lose` call: the oldest first",
     "replicas that may have r0": "`may_have`: a suspect, with two deaths or more, only where nothing is; the others not where a suspect is",
     "replicas that it has killed": "`may_have`: from its second death on a request is alone at its replica; and `judge`, which gives up whoever was alone",
@@ -59,9 +62,9 @@ _LOOKS = {
 }  # fmt: skip
 
 
-def compare(said: str, what: str, expected: Any, got: Any) -> None:
+def compare(said: str, what: str, expected: Any, got: Any, look: str | None = None) -> None:
     """As `expect`; where to look is known."""
-    expect(said, what, expected, got, _LOOKS[what])
+    expect(said, what, expected, got, look or _LOOKS[what])
 
 
 def plainly(sent: list[tuple[int, Any]]) -> list[tuple[Any, ...]]:
@@ -72,6 +75,9 @@ def plainly(sent: list[tuple[int, Any]]) -> list[tuple[Any, ...]]:
 def _content(message: Any) -> Any:
     if isinstance(message, AddRequest):
         return message.request.request_id
+    if not hasattr(message, "request_ids") and not hasattr(message, "sequences"):
+        said = f"`self.send` is called.\nExpected messages sent: AddRequest\nGot messages sent: {type(message).__name__}"
+        fail(f"{said}\nLook at `retry`: `AddRequest(self.to_send(in_flight))`.")
     return getattr(message, "request_ids", None) or [
         (item.request_id, item.index, item.stop_reason) for item in message.sequences
     ]
@@ -100,22 +106,27 @@ def _check_sent(cls: Any, rng: random.Random) -> None:
     early, size = rng.randint(0, len(requests)), rng.randint(1, 3)
     for request in requests[:early]:
         client.submit(request)
-    said = f"{early} requests come before there is a replica."
+    said = f"{some(early, 'request')} came before there was a replica."
     compare(said, "messages sent", [], plainly(sent))
     for replica in range(size):
         client.join(replica)
     for request in requests[early:]:
         client.submit(request)
-    said += f" Then {size} replicas join, and {len(requests) - early} more requests come."
+    said += f" Then {some(size, 'replica')} joined, and {some(len(requests) - early, 'more request')} came."
     compare(said, "messages sent", _expected_messages(requests, early, size), plainly(sent))
     prompts = [item.prompt_token_ids for item in requests]
     compare(said, "prompts that the router was asked about", prompts, client.router.asked)
     numbers = [message.request.number for _, message in sent]
     compare(said, "different numbers", len(requests), len(set(numbers)))
-    plain = [[replace(item, number=0) for item in items] for items in (requests, [message.request for _, message in sent])]
-    compare(said, "requests sent", *plain)
+    compare(said, "requests sent", *(_by_field(items) for items in (requests, [message.request for _, message in sent])))
     noted = [(item.replica, item.number) for item in client.requests.values()]
     compare(said, "noted (replica, number)", list(zip([replica for replica, _ in sent], numbers, strict=True)), noted)
+
+
+def _by_field(requests: list[EngineCoreRequest]) -> dict[str, Any]:
+    """All that requests say, but not their numbers."""
+    names = [(item, field.name) for item in requests for field in fields(item) if field.name != "number"]
+    return {f"{name} of {item.request_id}": getattr(item, name) for item, name in names}
 
 
 def _expected_messages(requests: list[EngineCoreRequest], early: int, size: int) -> list[tuple[Any, ...]]:
@@ -153,7 +164,7 @@ def _check_resumption(cls: Any, rng: random.Random) -> None:
     first, second = client.to_send(item), client.to_send(item)
     got = first.resumption and (first.resumption.output_token_ids, first.resumption.metrics)
     compare(said, "resumption", (item.token_ids, item.metrics), got)
-    compare(said, "all else", replace(request, number=0), replace(first, number=0, resumption=None))
+    compare(said, "all else", _by_field([request]), _by_field([replace(first, resumption=None)]))
     compare(said, "a new number each time", True, first.number < second.number == item.number)
     before = {index: list(tokens) for index, tokens in item.token_ids.items()}
     first.resumption.output_token_ids[min(item.unfinished)].append(99)
@@ -163,15 +174,15 @@ def _check_resumption(cls: Any, rng: random.Random) -> None:
 # -- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def compare_texts(said: str, cluster: Cluster, requests: list[Any], left_out: Any = ()) -> None:
+def compare_texts(said: str, cluster: Cluster, requests: list[Any], left_out: Any = (), look: str | None = _LOST) -> None:
     """Each user has read what an undisturbed replica writes, and has heard once that it has ended."""
     for request in requests:
         params = request.sampling_params
         for index, (text, reason) in undisturbed(request).items() if request.request_id not in left_out else ():
             key = request.request_id, index
             who = f"{said}\nContinuation {index} of {request.request_id} (n={params.n}, stop={params.stop}, max_tokens={params.max_tokens})."
-            compare(who, "text", text, cluster.texts.get(key, ""))
-            compare(who, "finish reasons told", [reason], cluster.ends.get(key, []))
+            compare(who, "text", text, cluster.texts.get(key, ""), look)
+            compare(who, "finish reasons told", [reason], cluster.ends.get(key, []), look)
 
 
 def expect_nothing_left(said: str, cluster: Cluster) -> None:
@@ -185,15 +196,13 @@ def expect_nothing_left(said: str, cluster: Cluster) -> None:
 
 
 def compare_stops(said: str, cluster: Cluster, requests: list[Any]) -> None:
-    """The replicas heard which stop strings were found."""
-    known = {request.request_id: request for request in requests}
+    """The replicas of these requests heard which stop strings were found, if they did not know that it was the end."""
+    both = [(item, index) for item in requests for index in range(item.sampling_params.n)]
+    streams = {(item.request_id, index): undisturbed_stream(item, index) for item, index in both}
+    expected = [(*key, stream.stop) for key, (stream, reason) in streams.items() if not reason]
     stopped = [item for _, message in cluster.sent if isinstance(message, StopSequences) for item in message.sequences]
-    expected = [(name, index, undisturbed_stream(known[name], index)[0].stop) for name, index, _ in map(_stop, stopped)]
-    compare(said, "stop strings told to replicas", expected, [_stop(item) for item in stopped])
-
-
-def _stop(item: Any) -> tuple[str, int, str]:
-    return item.request_id, item.index, item.stop_reason
+    got = [(item.request_id, item.index, item.stop_reason) for item in stopped if (item.request_id, item.index) in streams]
+    compare(said, "stop strings told to replicas", expected, sorted(got, key=str))
 
 
 def check_taking(cls: Any) -> None:
@@ -202,7 +211,7 @@ def check_taking(cls: Any) -> None:
         cluster = Cluster(cls, rng, rng.randint(1, 3))
         requests = cluster.submit(5)
         aborted = {request.request_id for request in rng.sample(requests, rng.randint(0, 2))}
-        said = f"{len(cluster.cores)} replicas, {len(requests)} requests, of which {len(aborted)} are aborted by their clients after two steps."
+        said = f"{some(len(cluster.cores), 'replica')}, {len(requests)} requests. Aborted by their clients after two steps: {', '.join(sorted(aborted)) or 'none'}."
         cluster.run(2)
         texts = dict(cluster.texts)
         for request_id in aborted:
@@ -211,10 +220,10 @@ def check_taking(cls: Any) -> None:
             cluster.client.abort(request_id)
             cluster.client.abort(request_id)
         cluster.run()
-        compare_texts(said, cluster, requests, aborted)
+        compare_texts(said, cluster, requests, aborted, look=None)
         late = [key for key in texts if key[0] in aborted and cluster.texts[key] != texts[key]]
         compare(said, "aborted requests that got text afterwards", [], late)
-        compare_stops(said, cluster, requests)
+        compare_stops(said, cluster, [request for request in requests if request.request_id not in aborted])
         expect_nothing_left(said, cluster)
     for rng in rounds("old", 6):
         _check_old(cls, rng)
@@ -253,22 +262,22 @@ def _check_old(cls: Any, rng: random.Random) -> None:
     tokens = [token_at(request, 0, [])]
     tokens.append(token_at(request, 0, tokens))
     for token in tokens:
-        deltas += cluster.client.take(replica, _output(request, number, [token]))
+        cluster.client.take(replica, _output(request, number, [token]))
     said += f" Then two right ones come, with {tokens}."
     compare(said, "output so far", {0: tokens}, item.token_ids)
     compare(said, "metrics kept", 7.0, item.metrics.first_token_time)
-    compare(said, "number of deltas", 2, len(deltas))
 
 
 def _check_refused(cls: Any) -> None:
     cluster = Cluster(cls, seeded("refused"), 1)
-    cluster.submit(1, n=3)
+    cluster.submit(1, n=3, stop=["e"])
     item = cluster.client.requests["r0"]
-    said = "r0 has n=3. Continuation 0 gets its last token, and then another one, since the replica has not heard of its end."
+    said = 'r0 has n=3 and the stop string "e". Continuation 0 gets "e" with the reason "length", and then another token, which is too late.'
     for reason in ("length", None):
         output = EngineCoreOutput("r0", item.number, [NewTokens(0, [5], finish_reason=reason)], False, RequestMetrics(1.0))
         cluster.client.take(0, output)
     compare(said, "output so far", {}, item.token_ids)
+    compare(said, "stop strings told to replicas", [], plainly(cluster.sent[1:]))
     output = EngineCoreOutput("r0", item.number, [], True, RequestMetrics(1.0), error="refused")
     deltas = cluster.client.take(0, output) or []
     said += " Then an output says that r0 has failed: `error` is set, `finished` is true."
@@ -279,12 +288,20 @@ def _check_refused(cls: Any) -> None:
 
 
 def _check_acquitted(cls: Any) -> None:
-    cluster = Cluster(cls, seeded("acquitted"), 1)
-    (request,) = cluster.submit(1, n=1, max_tokens=14, ignore_eos=True)
+    """A token acquits a request, even if its text is held back, and the next request may go where it is."""
+    options = {"may_have": lambda self, item, rank: not any(other.num_deaths for other in self.requests.values())}
+    cluster = Cluster(type("Careful", (cls,), options), seeded("acquitted"), 1)
+    (request,) = cluster.submit(1, n=1, max_tokens=14, ignore_eos=True, stop=["ab"])
     item = cluster.client.requests["r0"]
     item.num_deaths = 1
-    cluster.client.take(0, _output(request, item.number, [token_at(request, 0, [])]))
-    compare("`num_deaths` of r0 is 1. A token of it comes.", "deaths since the latest token", 0, item.num_deaths)
+    cluster.submit(1, n=1)
+    said = "`num_deaths` of r0 is 1, and `may_have` lets r1 wait until it is 0. An output of r0 has no `sequences`."
+    cluster.client.take(0, EngineCoreOutput("r0", item.number, [], False, RequestMetrics(1.0)))
+    compare(said, "deaths since the latest token", 1, item.num_deaths)
+    said += ' Then comes its token "a", whose text is held back, since "ab" is a stop string.'
+    cluster.client.take(0, _output(request, item.number, Letters().encode("a")))
+    compare(said, "deaths since the latest token", 0, item.num_deaths)
+    compare(said, "requests sent by then", ["r0", "r1"], [message.request.request_id for _, message in cluster.sent])
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------
@@ -297,7 +314,7 @@ def check_surviving(cls: Any) -> None:
         requests = cluster.submit(4)
         num_steps, is_zombie = rng.randint(0, 6), rng.random() < 0.5
         cluster.run(num_steps)
-        said = f"Two replicas, four requests. After {num_steps} steps replica 0 {'falls silent and is given up, but goes on' if is_zombie else 'dies'}."
+        said = f"Two replicas, four requests. After {some(num_steps, 'step')} replica 0 {'falls silent and is given up, but goes on' if is_zombie else 'dies'}."
         if rng.random() < 0.5:
             cluster.step(0)  # its last outputs are read after the news
         cluster.kill(0, goes_on=is_zombie)
@@ -311,6 +328,24 @@ def check_surviving(cls: Any) -> None:
         expect_nothing_left(said, cluster)
     for rng in rounds("waiting", 6):
         _check_waiting(cls, rng)
+    _check_judged(cls)
+
+
+def _check_judged(cls: Any) -> None:
+    """Those that a lost replica had are judged before they are sent elsewhere; not those that had none."""
+    told: list[Any] = []
+
+    def judge(self: Any, lost: Any) -> list[Delta]:
+        told.append((sorted(item.request.request_id for item in lost), len(cluster.sent)))
+        return [Delta("r2", 0, "", "error")]
+
+    options = {"judge": judge, "may_have": lambda self, item, rank: item.request.request_id != "r0"}
+    cluster = Cluster(type("Judging", (cls,), options), seeded("judged"), 2)
+    cluster.submit(5)
+    said = "Two replicas. `may_have` keeps r0 from both, so it waits; r1 and r3 are at replica 0, r2 and r4 at replica 1, which dies."
+    deltas = cluster.client.lose(1)
+    compare(said, "what `judge` is given, and how much was sent before", [(["r2", "r4"], 4)], told)
+    compare(said, "what `lose` returns", [Delta("r2", 0, "", "error")], deltas)
 
 
 def _check_waiting(cls: Any, rng: random.Random) -> None:

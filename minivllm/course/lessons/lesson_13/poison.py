@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from minivllm.course.lessons.fake_replicas import Cluster
+from minivllm.course.lessons.fake_replicas import Cluster, some
 from minivllm.course.lessons.lesson_13.failover import compare, compare_texts, expect_nothing_left
 from minivllm.course.observations import fail, rounds, seeded
 
@@ -25,6 +25,20 @@ def check_poison(cls: Any) -> None:
         compare_texts(said, cluster, requests, {poison})
         expect_nothing_left(said, cluster)
     _check_acquittal(cls)
+    for rng in rounds("given up", 4):
+        _check_given_up(cls, rng)
+
+
+def _check_given_up(cls: Any, rng: random.Random) -> None:
+    """Of several continuations, those that go on are given up."""
+    cluster = Cluster(cls, rng, 1)
+    cluster.submit(1, n=3)
+    item = cluster.client.requests["r0"]
+    item.num_deaths, item.unfinished = 2, set(rng.sample(range(3), rng.randint(1, 2)))
+    said = f"r0 has n=3, of which {sorted(item.unfinished)} go on, and has seen 2 replicas die. Now a third one dies with it."
+    cluster.kill(0)
+    expected = {("r0", index): ["error"] for index in sorted(item.unfinished)}
+    compare(said, "what its user is told", expected, cluster.ends)
 
 
 def _check_company(cls: Any, rng: random.Random) -> None:
@@ -35,7 +49,7 @@ def _check_company(cls: Any, rng: random.Random) -> None:
     wanted = cluster.client.requests["r0"]
     wanted.replica = None
     deaths = {rank: [item.num_deaths for item in cluster.client.requests.values() if item.replica == rank] for rank in range(3)}
-    said = f"r0 has seen {wanted.num_deaths} replicas die, and those that are at each replica so many: {deaths}."
+    said = f"r0 has seen {some(wanted.num_deaths, 'replica')} die, and those that are at each replica so many: {deaths}."
     expected = [rank for rank in range(3) if not deaths[rank] or (wanted.num_deaths < 2 and max(deaths[rank]) < 2)]
     compare(said, "replicas that may have r0", expected, [rank for rank in range(3) if cluster.client.may_have(wanted, rank)])
 
@@ -48,9 +62,8 @@ def _check_acquittal(cls: Any) -> None:
         cluster.kill(0)
         cluster.start(0)
     cluster.run()
-    compare_texts(
-        "A replica dies five times with r0, which has got a token each time: somebody else is to blame.", cluster, requests
-    )
+    said = "A replica dies five times with r0, which has got a token each time: somebody else is to blame."
+    compare_texts(said, cluster, requests)
 
 
 def run_with_poison(cluster: Cluster, poison: str, position: int) -> int:
@@ -80,9 +93,8 @@ def check_storm(cls: Any) -> None:
         for _ in range(5000):
             _do_something(cluster, requests)
             if len(cluster.sent) > 2000:
-                fail(
-                    f"{said}\nExpected: an end\nGot: {len(cluster.sent)} messages to replicas.\nLook at `retry`: only what waits is sent."
-                )
+                said += f"\nExpected: an end\nGot: {len(cluster.sent)} messages to replicas."
+                fail(f"{said}\nLook at `retry`: only what waits is sent.")
             if len(requests) == 10 and not cluster.client.requests:
                 break
         else:

@@ -8,6 +8,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -19,6 +21,7 @@ from minivllm.course.lessons.fake_replicas import (
     Wire,
     make_request,
     random_options,
+    some,
     unbroken,
     within,
 )
@@ -60,6 +63,7 @@ def describe_all(messages: list[Any]) -> list[str]:
     """Messages to the client: each output, then what the message was. A refusal may be a message of its own or not."""
     said = []
     for message in messages:
+        _check_sendable(message)
         if not isinstance(message, EngineCoreOutputs):
             said.append(describe(message))
             continue
@@ -68,6 +72,14 @@ def describe_all(messages: list[Any]) -> list[str]:
             said.append(f"{output.request_id} {'refused' if output.error else tokens}")
         said += ["report"] if message.timestamp < 0 else [f"step {message.timestamp:g}"] if message.timestamp else []
     return said
+
+
+def _check_sendable(message: Any) -> None:
+    try:
+        encode(message)
+    except Exception as error:
+        said = f"{describe(message)} is in the output queue.\nExpected: a message that `encode` takes\nGot: {type(error).__name__}: {error}"
+        fail(f"{said}\nLook at `refusal(message.request, str(error))` and `CoreFailed(type(error).__name__, str(error))`.")
 
 
 def drain(items: queue.SimpleQueue) -> list[Any]:
@@ -83,43 +95,44 @@ def check_wires(cls: Any) -> None:
     for rng in rounds("input", 8):
         messages = [AddRequest(make_request(rng, f"r{i}")) for i in range(rng.randint(1, 4))]
         data, wire = [encode(message) for message in messages], Wire()
-        for _ in range(rng.randint(0, 2)):
-            data.insert(rng.randint(0, len(data)), rng.choice(_GARBAGE))
+        garbage = [rng.choice(_GARBAGE) for _ in range(rng.randint(0, 2))]
+        for item in garbage:
+            data.insert(rng.randint(0, len(data)), item)
         for item in [*data, None]:
             wire.to_core.put(item)
         replica = wire.replica(cls, FakeCore())
-        said = f"The socket brings {len(messages)} messages, {len(data) - len(messages)} pieces of garbage, and closes: `receive` returns None."
+        noise = f", bytes that are none ({', '.join(map(repr, garbage))})," if garbage else ""
+        said = f"The socket brings {some(len(messages), 'message')}{noise} and closes: `receive` returns None."
         within(replica.run_input, said, f"{_INPUT}: it ends when `receive` returns None")
         got = [describe(item) for item in drain(replica.input_queue)]
         expected = [describe(item) for item in [*messages, Shutdown()]]
-        expect(
-            said,
-            "in the input queue",
-            expected,
-            got,
-            f"{_INPUT}: each message by itself, and a Shutdown when the socket is closed",
-        )
+        look = f"{_INPUT}: each message by itself, and a Shutdown when the socket is closed"
+        expect(said, "in the input queue", expected, got, look)
     for rng in rounds("output", 8):
         _check_output(cls, rng)
     _check_broken_wire(cls)
 
 
 def _check_output(cls: Any, rng: Any) -> None:
-    wire, running = Wire(), [rng.randint(0, 2) for _ in range(rng.randint(1, 8))]
+    wire, names = Wire(), [rng.choice(("num_running", "num_waiting", "num_used_blocks")) for _ in range(rng.randint(1, 8))]
     replica = wire.replica(cls, FakeCore())
-    messages: list[Any] = [EngineCoreOutputs([], float(i), SchedulerStats(num_running=n)) for i, n in enumerate(running)]
+    stats = [SchedulerStats(**{name: rng.randint(0, 1)}, num_gpu_blocks=2, num_steps=i) for i, name in enumerate(names)]
+    messages: list[Any] = [EngineCoreOutputs([], float(i), item) for i, item in enumerate(stats)]
     messages.insert(rng.randint(0, len(messages)), CoreReady(100))
     for message in [*messages, None]:
         replica.output_queue.put(message)
-    said = f"In the output queue are a CoreReady, outputs of {len(running)} steps with {running} running sequences, and None."
+    loads = [item.load for item in stats]
+    shown = ", ".join(map(str, map(tuple, loads)))
+    said = f"In the output queue are a CoreReady, the outputs of {some(len(stats), 'step')}, and None. Waiting, running and cache usage in `stats.load`: {shown}."
     within(replica.run_output, said, f"{_OUTPUT}: it ends at None", lambda: replica.output_queue.put(None))
+    kinds = [type(data).__name__ for data in wire.sent if not isinstance(data, bytes)]
+    expect(said, "sent that is not bytes", [], kinds, f"{_OUTPUT}: `self.send(encode(message))`")
     got = [describe(decode_from_core(data)) for data in wire.sent]
-    expect(
-        said, "sent", [describe(message) for message in messages], got, f"{_OUTPUT}: every message but None, encoded, in order"
-    )
-    changes = [n for i, n in enumerate(running) if i == 0 or n != running[i - 1]]
+    look = f"{_OUTPUT}: every message but None, encoded, in order"
+    expect(said, "sent", [describe(message) for message in messages], got, look)
+    changes = [load for i, load in enumerate(loads) if i == 0 or load != loads[i - 1]]
     look = "when `report` is called: with `stats.load` of each EngineCoreOutputs, if it differs from what was reported before"
-    expect(said, "loads reported (running)", changes, [load.running for load in wire.loads], look)
+    expect(said, "loads reported", changes, wire.loads, look)
 
 
 def _check_broken_wire(cls: Any) -> None:
@@ -139,8 +152,9 @@ def _check_broken_wire(cls: Any) -> None:
 
 # -- the busy loop ---------------------------------------------------------------------------------------------------
 
-_CALLS = "`take_messages` and `handle`: all messages that are there come before the next step; and it waits for one only if there is nothing to compute"
+_CALLS = "`take_messages` and `handle`: all messages that are there come before the next step; it waits for one only at the beginning, if there is nothing to compute; if messages leave nothing to do, `self.core.report()` follows"
 _ANSWERS = "what goes into the output queue: what `step` returns, refusals, a report if messages leave nothing to do, and at the end None"
+_REFUSED = "`handle`: a RequestError of `add_request` becomes a refusal, and nothing else fails; any other error comes from your own code"
 _ERROR = "the `except` and the `finally` of `run_core`: a CoreFailed with the name of the error's class and its text, then None; and `handle`, which refuses at a RequestError only"
 
 
@@ -150,6 +164,8 @@ class Script:
     def __init__(self, core: FakeCore, batches: list[tuple[int, list[Any]]]) -> None:
         self._core, self._batches, self._items = core, deque(batches), deque[Any]()
         self._num_misses = 0
+        self._latest: Any = None
+        """The message that was taken, unless it was seen since that there is no other one."""
 
     def qsize(self) -> int:
         """How many messages are there."""
@@ -158,6 +174,8 @@ class Script:
         self._num_misses = 0 if self._items else self._num_misses + 1
         if self._num_misses > MOST_POLLS:
             raise Endless
+        if not self._items and not isinstance(self._latest, Shutdown):
+            self._latest = None
         return len(self._items)
 
     def empty(self) -> bool:
@@ -166,13 +184,18 @@ class Script:
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """As of a queue, but nobody waits: the next batch comes at once."""
+        latest = self._latest
         if block and self.empty():
-            if self._core.requests:
+            if isinstance(latest, Shutdown):
+                look = "`take_messages`: after a Shutdown it returns False at once, and `run_core` ends"
+                raise Endless("an end after a Shutdown", "it waits for another message", look)
+            if self._core.requests or latest is not None:
                 self._core.calls.append("it waits for a message")
             self._items += self._batches.popleft()[1] if self._batches else [Shutdown()]
         if self.empty():
             raise queue.Empty
-        return self._items.popleft()
+        self._latest = self._items.popleft()
+        return self._latest
 
     def get_nowait(self) -> Any:
         """As of a queue."""
@@ -232,13 +255,25 @@ def check_loop(cls: Any) -> None:
     for rng in rounds("loop", 40):
         batches = make_script(rng)
         (calls, answers), (my_calls, my_answers) = run_script(PackageLoop, batches), run_script(cls, batches)
-        said = f"Messages: {describe_script(batches)}."
-        expect(said, "the core's calls", calls, my_calls, _CALLS)
-        expect(said, "in the output queue", answers, my_answers, _ANSWERS)
+        said = f"Messages: {describe_script(batches)}. The core refuses what is too long, or has an id that is there already."
+        failure = next((answer for answer in my_answers if answer.startswith("CoreFailed")), None)
+        expect(said, "failure of the core", None, failure, _REFUSED)
+        expect(said, "the core's calls", calls, my_calls, partial(_first_difference, calls, my_calls, _CALLS))
+        look = partial(_first_difference, answers, my_answers, _ANSWERS)
+        expect(said, "in the output queue", answers, my_answers, look)
     for error in (RuntimeError("the device is lost"), ValueError("no such block")):
         _check_failure(cls, error)
-    _, answers = run_script(cls, [])
-    expect("A Shutdown comes, and nothing else.", "in the output queue", ["None"], answers, _ANSWERS)
+    batches = [(0, [AbortRequests(["r0"]), Shutdown(), AbortRequests(["r1"])])]
+    calls, answers = run_script(cls, batches)
+    said = f"Messages: {describe_script(batches)}."
+    expect(said, "the core's calls", ["abort_requests r0"], calls, "`take_messages`: after a Shutdown it returns False at once")
+    expect(said, "in the output queue", ["None"], answers, _ANSWERS)
+
+
+def _first_difference(expected: list[str], got: list[str], look: str) -> str:
+    pairs = zip_longest(expected, got, fillvalue="nothing")
+    number, (due, came) = next((number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    return f"number {number}, which is {came!r} in place of {due!r}: {look}"
 
 
 def _check_failure(cls: Any, error: Exception) -> None:
@@ -253,18 +288,15 @@ def _check_failure(cls: Any, error: Exception) -> None:
 
     batches = [(0, [AddRequest(make_request(seeded("loop error"), "r0", max_tokens=9, n=1, ignore_eos=True))])]
     for place, options, count in (("step 2", {"at_step": fail_at}, 2), ("`add_request`", {"at_request": fail_at_request}, 0)):
-        said, expected = (
-            f"In {place} the core raises {error!r}.",
-            [describe(CoreFailed(type(error).__name__, str(error))), "None"],
-        )
+        said = f"In {place} the core raises {error!r}."
+        expected = [describe(CoreFailed(type(error).__name__, str(error))), "None"]
         try:
             _, answers = run_script(cls, batches, **options)
         except type(error) as raised:
             if raised is not error:
                 raise
-            fail(
-                f"{said}\nExpected: in the output queue are {expected}, and `run_core` returns\nGot: it comes out of `run_core`.\nLook at {_ERROR}."
-            )
+            said += f"\nExpected: in the output queue are {expected}, and `run_core` returns"
+            fail(f"{said}\nGot: it comes out of `run_core`.\nLook at {_ERROR}.")
         expect(said, "in the output queue afterwards", expected, answers[count:], _ERROR)
 
 
@@ -282,8 +314,8 @@ _OVERLAP = {
 
 def check_threads(cls: Any) -> None:
     """While a step runs, messages come in and outputs go out; and when `run` returns, the last word has been sent."""
-    for rng in rounds("run", 6):
-        _check_last_words(cls, rng, fails=rng.random() < 0.5)
+    for number, rng in enumerate(rounds("run", 6)):
+        _check_last_words(cls, rng, fails=rng.random() < 0.5, pause=0.01 if number else 0.5)
     _check_overlap(cls)
     _check_closed(cls)
 
@@ -335,11 +367,11 @@ def _check_overlap(cls: Any) -> None:
     expect("`run` has returned.", "threads that keep the process from ending", 0, len(left), _OVERLAP["threads"])
 
 
-def _check_last_words(cls: Any, rng: Any, fails: bool) -> None:
+def _check_last_words(cls: Any, rng: Any, fails: bool, pause: float) -> None:
     sent: list[bytes] = []
 
     def send(data: bytes) -> None:
-        time.sleep(0.01)
+        time.sleep(pause if len(sent) == 1 else 0.01)
         sent.append(data)
 
     def end(number: int) -> None:
@@ -352,8 +384,8 @@ def _check_last_words(cls: Any, rng: Any, fails: bool) -> None:
     core, wire = FakeCore(end), Wire()
     replica = wire.replica(cls, core, send)
     wire.to_core.put(encode(AddRequest(make_request(rng, "r0", max_tokens=14, n=1, ignore_eos=True))))
-    said = f"A socket that takes 10 ms for each message; in step {count} {'the core raises a RuntimeError' if fails else 'a Shutdown comes'}. `run` returns, and the process ends."
-    look = "the end of `run`: join the output thread, or its last messages die with the process; nobody need wait for the input thread, a daemon"
+    said = f"A socket that takes 10 ms for each message{' but the second, which takes 500 ms' if pause > 0.1 else ''}; in step {count} {'the core raises a RuntimeError' if fails else 'a Shutdown comes'}. `run` returns, and the process ends."
+    look = "`run`: a CoreReady into the output queue, two threads started (`target=self.run_output`, without parentheses), `run_core`, and at the end a `join` of the output thread alone, or its last messages die with the process"
     within(replica.run, said, look)
     got = [type(decode_from_core(data)).__name__ for data in list(sent)]
     outputs = ["EngineCoreOutputs"] * (count - fails)

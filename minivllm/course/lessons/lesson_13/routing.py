@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from minivllm.course.lessons.fake_replicas import some
 from minivllm.course.observations import expect, require, rounds, seeded
 from minivllm.data_parallel.routing import LeastLoadedRouter, LoadPublisher, hash_prefixes
 from minivllm.engine.core_messages import ReplicaLoad
@@ -12,11 +13,12 @@ from minivllm.engine.core_messages import ReplicaLoad
 _TABLE_LOOKS = {
     "due": "`due`: 5 s after publishing; a change brings it forward to 0.1 s after publishing, or to now if that is over; a report that changes nothing does not",
     "published": "`loads`: the newest report of each replica, without those that are forgotten",
+    "loads": "what `publish` gives away: a copy, into which its reader may write; the table itself stays",
 }
 _SCORE_LOOK = "`score`: the greater of client_count times what this client has in flight, and the sequences that wait and run; and what waiting before a full cache adds; and which of the two numbers `assign`, `update` and `finish` change"
 _CHOICE_LOOK = "`choose`: the least score; among equals the first from `self.start` on, round the circle; and `start` moves on by one with each request"
 
-_PREFIX_LOOK = "`choose`: 32 for each unit of `score`, less the cached tokens; `cached_tokens` counts chunks up to the first that is not there; `remember` forgets what was not used for longest"
+_PREFIX_LOOK = "`choose`: 32 for each unit of `score`, less the cached tokens, and among equals `nearest`; and `remember`, once, where the prompt goes"
 
 
 _RUNNING = (0, 1, 3, 8, 10, 11, 15, 16, 17, 32, 33), (40, 44, 57, 58, 59, 61, 64)
@@ -47,18 +49,12 @@ def check_coordinator(cls: Any) -> None:
                 mine.forget(replica)
                 theirs.forget(replica)
             else:
-                said += "publish."
+                said += "publish; its reader writes an entry for 9 into what it gets."
                 got = mine.publish(now)
                 expect(said, "published", theirs.publish(now), got, _TABLE_LOOKS["published"])
-                got[9] = "a reader writes into it"
+                got[9] = "what its reader has written"
             expect(said, "due (s)", round(theirs.due, 6), round(mine.due, 6), _TABLE_LOOKS["due"])
-            expect(
-                said,
-                "loads",
-                theirs.loads,
-                mine.loads,
-                "what `publish` gives away: a copy, into which its reader may write; the table itself stays",
-            )
+            expect(said, "loads", theirs.loads, mine.loads, _TABLE_LOOKS["loads"])
 
 
 class RouterPair:
@@ -66,7 +62,7 @@ class RouterPair:
 
     def __init__(self, cls: Any, num_replicas: int, client_count: int) -> None:
         self.mine, self.theirs = cls(client_count), LeastLoadedRouter(client_count)
-        self.said = f"{num_replicas} replicas, {client_count} API {'server' if client_count == 1 else 'servers'}."
+        self.said = f"{some(num_replicas, 'replica')}, {some(client_count, 'API server')}."
         self.busy: list[int] = []
         """The replica of each request that has not finished."""
         for replica in range(num_replicas):
@@ -75,10 +71,8 @@ class RouterPair:
 
     def act(self, rng: random.Random) -> None:
         """Something happens, to both."""
-        action, replica = (
-            rng.choice(("route", "route", "route", "update", "finish")),
-            rng.randrange(len(self.theirs.num_in_flight)),
-        )
+        action = rng.choice(("route", "route", "route", "update", "finish"))
+        replica = rng.randrange(len(self.theirs.num_in_flight))
         if action == "finish" and self.busy:
             replica = self.busy.pop(rng.randrange(len(self.busy)))
             self.said += f" Replica {replica} finishes one."
@@ -128,6 +122,11 @@ def check_least_loaded(cls: Any) -> None:
 # -- prefixes --------------------------------------------------------------------------------------------------------
 
 
+def remembered(seen: list[int], hashes: list[int], capacity: int) -> list[int]:
+    """What a replica has after a prompt, the hashes used last at the end."""
+    return [*(name for name in seen if name not in hashes), *reversed(hashes)][-capacity:]
+
+
 class PrefixModel:
     """What a prefix-aware router must do, as plainly as can be."""
 
@@ -154,12 +153,7 @@ class PrefixModel:
             cost = score * 32 - self.cached(replica, hashes, chunk)
             if not (score > least + 16 and score > 1.5 * least) and cost < lowest:
                 best, lowest = replica, cost
-        seen = self.seen[best]
-        for name in reversed(hashes):
-            if name in seen:
-                seen.remove(name)
-            seen.append(name)
-        del seen[: max(0, len(seen) - self.capacity)]
+        self.seen[best] = remembered(self.seen[best], hashes, self.capacity)
         return best
 
 
@@ -168,6 +162,7 @@ def check_prefix(cls: Any) -> None:
     _check_crowd(cls)
     for rng in rounds("cached", 6):
         _check_cached(cls, rng)
+        _check_remembered(cls, rng)
     for least, score in ((0, 16), (0, 17), (8, 24), (8, 25), (40, 57), (40, 60), (40, 61)):
         _check_limit(cls, least, score)
     small = type("SmallChunks", (cls,), {"CHUNK": 24})
@@ -182,13 +177,19 @@ def _check_cached(cls: Any, rng: random.Random) -> None:
     router.seen[0].update(dict.fromkeys(known))
     count = next((i for i, name in enumerate(hashes) if name not in known), len(hashes))
     said = f"Hashes {hashes}, of which {known} are at the replica; chunks of {cls.CHUNK} tokens."
-    expect(
-        said,
-        "cached_tokens",
-        count * cls.CHUNK,
-        router.cached_tokens(0, hashes),
-        "`cached_tokens`: it ends at the first hash that is not there",
-    )
+    look = "`cached_tokens`: it ends at the first hash that is not there"
+    expect(said, "cached_tokens", count * cls.CHUNK, router.cached_tokens(0, hashes), look)
+
+
+def _check_remembered(cls: Any, rng: random.Random) -> None:
+    router, seen, said = cls(), [], "A replica with room for 6 hashes."  # type: ignore[var-annotated]
+    router.open(0, 6 * cls.CHUNK)
+    for start in (10, 20, rng.choice((10, 20)), 30):
+        hashes = list(range(start, start + rng.randint(2, 4)))
+        router.remember(0, hashes)
+        seen, said = remembered(seen, hashes, 6), f"{said} A prompt with the hashes {hashes} goes there."
+        look = "`remember`: all hashes of the prompt move to the end, the last one first; then those at the front that are too many are forgotten"
+        expect(said, "in `seen`, in order", seen, list(router.seen[0]), look)
 
 
 def _check_limit(cls: Any, least: int, score: int) -> None:
