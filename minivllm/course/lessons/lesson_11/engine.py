@@ -94,11 +94,16 @@ async def _watch(cls: Any, rng: random.Random) -> None:
     num_tokens = rng.randint(3, 6)
     request, _ = frontend.process("abcde", _params(num_tokens))
     async with started(cls, core) as engine:
-        put, early = engine.inbox.put, []
-        engine.inbox = SimpleNamespace(put=lambda message: (early.append(not engine.streams), put(message)))
+        inbox, early = engine.inbox, []
+
+        def note(message: Any) -> None:
+            early.append(not engine.streams)
+            inbox.put(message)
+
+        engine.inbox = SimpleNamespace(put=note, put_nowait=note)
         deltas = await iterate(engine.generate(request))
         sizes = [len((await _next(core, deltas)).token_ids) for _ in range(num_tokens)]
-        engine.inbox = SimpleNamespace(put=put)
+        engine.inbox = inbox
     said = f"A request for {num_tokens} tokens, read after each step."
     expect(said, "tokens in each delta", [1] * num_tokens, sizes, "generate: it yields each delta when it comes")
     expect(said, "messages sent before there was a stream", False, any(early), "generate: first the stream, then the message")
