@@ -29,6 +29,8 @@ _Place = tuple[FrameType, int]
 class CheckFailed(AssertionError):  # noqa: N818 - a check fails, as a test does
     """A failed check. Its text is what the learner reads: the check's name and points, then what went wrong."""
 
+    __context__ = None  # IPython shows a traceback of its own if it finds an ExceptionGroup there
+
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback."""
         headline, *rest = str(self).split("\n")

@@ -197,6 +197,7 @@ def shown():
         "class Growing:\n    def append(self):\n        return [].pop()",
         "with check('the table grows', points=2):\n    Growing().append()",
         "with check('the table grows', points=2):\n    pass",
+        "with check('the table grows', points=2):\n    raise ExceptionGroup('two', [ValueError(1)])",
         "show_source(BlockAllocator)",
         "class Mine:\n    kind = 1\n\nclass Other:\n    def add(self, a):\n        return a < 3\n",
         "show_source(Other)",
@@ -208,7 +209,7 @@ def shown():
 
 
 def test_a_notebook_shows_the_short_text_and_no_traceback(shown):
-    failed, passed = shown[:2]
+    failed, passed, in_group = shown[:3]
     assert failed.ename == "CheckFailed"
     assert re.fullmatch(
         "\033\\[1;31m✗ the table grows \\(0 of 2 points\\)\033\\[0m\nYour code raised an error:\n"
@@ -216,10 +217,11 @@ def test_a_notebook_shows_the_short_text_and_no_traceback(shown):
         "\n".join(failed.traceback),
     )
     assert passed.text == "✓ the table grows (2 points)\n"
+    assert "✗ the table grows" in in_group.traceback[0] and len(in_group.traceback) < 4
 
 
 def test_a_notebook_shows_source_highlighted_and_as_text(shown):
-    package, *mine = (output.data for output in shown[2:])
+    package, *mine = (output.data for output in shown[3:])
     assert package["text/plain"] == repr(find_source(BlockAllocator))
     assert package["text/html"].startswith("<div><code>minivllm/core/block_allocator.py</code></div>")
     assert "<span style=" in package["text/html"] and "monospace" in package["text/html"]

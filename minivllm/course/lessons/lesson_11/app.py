@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.course.lessons.lesson_08.situations import END, Crowd, Letters
-from minivllm.course.lessons.lesson_11.events import read_events
+from minivllm.course.lessons.lesson_11.events import read_stream
 from minivllm.course.lessons.lesson_11.situations import (
     SECONDS,
     NotedFrontend,
@@ -29,6 +29,7 @@ _FATAL_STEP = 6
 _LOOK_AT_HANG_UPS = (
     "what happens when a client hangs up: `unless_hung_up` around all that waits, begin included, and an EventResponse"
 )
+_LOOK_AT_NONE = "what you do with None, which unless_hung_up returns"
 _WRONG: tuple[dict[str, Any], ...] = (
     {"prompt": ""},
     {"prompt": "a", "max_tokens": 0},
@@ -37,7 +38,7 @@ _WRONG: tuple[dict[str, Any], ...] = (
 )
 _WHOLE, _STREAMED = (
     "a whole answer: the `JSONResponse` at the end of `answer`",
-    "a streamed answer: the `StreamingResponse`, and its events",
+    "a streamed answer: the `EventResponse`, and its events",
 )
 
 
@@ -56,11 +57,15 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict)
     parts: list[bytes] = field(default_factory=list)
 
-    @property
-    def content(self) -> Any:
-        """The JSON of a whole answer, or the events of a streamed one."""
+    def read(self, said: str) -> Any:
+        """The JSON of a whole answer, or the events of a streamed one; fails if it is neither."""
         data = b"".join(self.parts)
-        return read_events(data) if "event-stream" in self.headers.get("content-type", "") else json.loads(data)
+        if "event-stream" in self.headers.get("content-type", ""):
+            return read_stream(said, data)
+        try:
+            return json.loads(data)
+        except ValueError:
+            fail(f"{said}\nExpected: JSON\nGot: {data[:200]!r}\nLook at what you return.")
 
 
 class Client:
@@ -134,11 +139,11 @@ async def _answer(make_app: Any, engine_cls: Any) -> None:
 
 async def _compare_answer(client: Client, rng: random.Random, number: int) -> None:
     """One answer: of a text or a chat, whole or streamed."""
-    is_chat, stream, usage = number % 2 == 1, number % 4 > 1, rng.random() < 0.5
+    is_chat, stream, usage = number % 2 == 1, number % 4 > 1, (None, True, False)[number // 2 % 3]
     prompt, max_tokens = "".join(rng.choices("abcdeéé", k=rng.randint(1, 9))), rng.randint(1, 12)
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "stream": stream, "model": "letters"}
     body |= {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
-    body |= {"stream_options": {"include_usage": True}} if stream and usage else {}
+    body |= {"stream_options": {"include_usage": usage}} if stream and usage is not None else {}
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
     said = f"POST {path} with {json.dumps(body)}"
     response = await client.call("POST", path, body)
@@ -147,7 +152,7 @@ async def _compare_answer(client: Client, rng: random.Random, number: int) -> No
     if stream:
         _compare_streamed(said, response, is_chat, expected, num_prompt_tokens if usage else None)
     else:
-        _compare_whole(said, response.content, is_chat, expected, num_prompt_tokens)
+        _compare_whole(said, response.read(said), is_chat, expected, num_prompt_tokens)
 
 
 async def _pump(core: WatchedCore, num_steps: int = 10**6) -> None:
@@ -190,7 +195,7 @@ def _compare_streamed(
     text, reason, count = expected
     is_stream = "text/event-stream" in response.headers.get("content-type", "")
     expect(said, "media type", True, is_stream, _STREAMED)
-    events = response.content[:-1]
+    events = response.read(said)[:-1]
     kind = "chat.completion.chunk" if is_chat else "text_completion"
     expect(said, "objects of the events", [kind], sorted({event["object"] for event in events}), "the head's kind")
     choices = [choice for event in events for choice in event["choices"]]
@@ -223,9 +228,10 @@ async def _refuse_and_hang_up(make_app: Any, engine_cls: Any) -> None:
         core.allow()
         said = "Three clients, whole and streamed, hang up after a few steps."
         errors = [repr(error) for error in await asyncio.gather(*calls, return_exceptions=True) if isinstance(error, Exception)]
-        expect(said, "errors in the server", [], errors, "what you do with None, which unless_hung_up returns")
+        expect(said, "errors in the server", [], errors, _LOOK_AT_NONE)
         await becomes(lambda: len(core.aborted) == 5)
-        expect(said, "requests that the core was told to abort, with the two before", 5, len(core.aborted), _LOOK_AT_HANG_UPS)
+        what = "aborts sent to the core: two for clients that left before the first token, three for these"
+        expect(said, what, 5, len(core.aborted), _LOOK_AT_HANG_UPS)
         await expect_nothing_left(said, engine, core, num_blocks)
 
 
@@ -244,14 +250,16 @@ async def _hang_up_early(engine: Any, client: Client, body: dict[str, Any]) -> N
         hang_up.set()
         await becomes(lambda: not engine.streams)
         expect(said, "requests that still have a stream", [], sorted(engine.streams), _LOOK_AT_HANG_UPS)
-        await asyncio.gather(calling, return_exceptions=True)
+        [outcome] = await asyncio.gather(calling, return_exceptions=True)
+        errors = [repr(outcome)] if isinstance(outcome, Exception) else []
+        expect(said, "errors in the server", [], errors, _LOOK_AT_NONE)
 
 
 def _compare_error(said: str, status: int, response: Response, look: str) -> None:
     expect(said, "status", status, response.status, look)
     try:
-        message = response.content["error"]["message"]
-    except (ValueError, TypeError, KeyError):
+        message = response.read(said)["error"]["message"]
+    except (TypeError, KeyError):
         fail(
             f"{said}\nExpected: refuse(…), which makes an error with a message\nGot: {b''.join(response.parts)[:200]!r}\nLook at {look}."
         )
@@ -273,9 +281,10 @@ async def _die(make_app: Any, engine_cls: Any) -> None:
         _compare_error(
             f"{said} The whole one:", 503, whole, "EngineDeadError, which can come at the first delta and at any later one"
         )
-        last = streamed.content[-2:] if streamed.status == 200 else None
+        said = f"{said} The streamed one:"
+        last = streamed.read(said)[-2:] if streamed.status == 200 else None
         is_error = last is not None and "out of memory" in str(last[0]) and last[1] == "[DONE]"
-        expect(f"{said} The streamed one:", "that its last events are an error and [DONE]", True, is_error, "completion_events")
+        expect(said, "that its last events are an error and [DONE]", True, is_error, "completion_events")
         _compare_error(
             "It is dead, and a request comes.", 503, await client.call("POST", "/v1/completions", body), "EngineDeadError"
         )

@@ -89,19 +89,33 @@ async def _late(engine: Any, request: EngineCoreRequest, rng: random.Random) -> 
 
 
 async def _watch(cls: Any, rng: random.Random) -> None:
-    """Each token comes when it has been computed, an output may have none, and the stream is there before the core hears of it."""
+    """Each token comes when it has been computed, the last to a late reader, too, and the stream is there before the core hears of it."""
     core, frontend, _ = make_core(Crowd("watch"), is_gated=True, ends=False)
     num_tokens = rng.randint(3, 6)
-    request, _ = frontend.process("abcde", _params(num_tokens))
+    request, _ = frontend.process("abcde", _params(num_tokens + 2))
     async with started(cls, core) as engine:
-        put, early = engine.inbox.put, []
-        engine.inbox = SimpleNamespace(put=lambda message: (early.append(not engine.streams), put(message)))
+        inbox, early = engine.inbox, []
+
+        def note(message: Any) -> None:
+            early.append(not engine.streams)
+            inbox.put(message)
+
+        engine.inbox = SimpleNamespace(put=note, put_nowait=note)
         deltas = await iterate(engine.generate(request))
         sizes = [len((await _next(core, deltas)).token_ids) for _ in range(num_tokens)]
-        engine.inbox = SimpleNamespace(put=put)
-    said = f"A request for {num_tokens} tokens, read after each step."
-    expect(said, "tokens in each delta", [1] * num_tokens, sizes, "generate: it yields each delta when it comes")
+        engine.inbox = inbox
+        core.allow()
+        await becomes(lambda: not engine.streams)
+        sizes += [len(delta.token_ids) async for delta in deltas]
+    said = f"A request for {num_tokens + 2} tokens, of which the last two are read when both have come."
+    look = "generate: it yields each delta when it comes, and the last also if its stream has left self.streams"
+    expect(said, "tokens in each delta", [1] * num_tokens + [2], sizes, look)
     expect(said, "messages sent before there was a stream", False, any(early), "generate: first the stream, then the message")
+    _hand_out_none(engine)
+
+
+def _hand_out_none(engine: Any) -> None:
+    """An output may have no token."""
     stream = engine.streams["by hand"] = _Noted()
     engine.handle([CoreOutput("by hand", None, "error")])
     expect(

@@ -42,7 +42,8 @@ def read_events(data: bytes) -> list[Any]:
     return events
 
 
-def _read(said: str, data: Any) -> list[Any]:
+def read_stream(said: str, data: Any) -> list[Any]:
+    """The events of a stream, in a situation in words; fails if it is none."""
     if not isinstance(data, bytes):
         fail(f"{said}\nExpected: bytes\nGot: {data!r:.200}\nLook at what a response is made of.")
     try:
@@ -63,7 +64,11 @@ def check_format_event(format_event: Any) -> None:
         }
         said = f"format_event({content!r})"
         expect(
-            said, "contents of the events in it", [content], _read(said, format_event(content)), "the line, and what is after it"
+            said,
+            "contents of the events in it",
+            [content],
+            read_stream(said, format_event(content)),
+            "the line, and what is after it",
         )
 
 
@@ -101,7 +106,7 @@ class _Situation:
     async def source(self) -> AsyncGenerator[Delta, None]:
         """What the engine gives."""
         for delta in self.deltas:
-            self.num_events.append(len(_read(self.said, self.data)))
+            self.num_events.append(len(read_stream(self.said, self.data)))
             yield delta
         if self.error is not None:
             raise self.error
@@ -110,7 +115,7 @@ class _Situation:
         """Read a learner's stream to its end; each part of it has whole events."""
         made = events_of(self.source(), self.head, self.num_prompt_tokens, self.include_usage)
         async for part in await iterate(made):
-            _read(self.said, part)
+            read_stream(self.said, part)
             self.data += part
 
 
@@ -127,7 +132,7 @@ def _check_stream(events_of: Any, make_choices: Callable[[list[Delta]], list[Any
         elif situation.include_usage:
             usage = make_usage(num_prompt_tokens, sum(len(delta.token_ids) for delta in deltas))
             expected.append({**head, "choices": [], "usage": usage})
-        _compare(said, [*expected, "[DONE]"], _read(said, situation.data))
+        _compare(said, [*expected, "[DONE]"], read_stream(said, situation.data))
         first = len(choices) - len(deltas)
         late = [number for number, seen in enumerate(situation.num_events[1:], start=1) if seen < first + number]
         expect(
@@ -152,23 +157,24 @@ def _check_early_ends(events_of: Any, kind: str) -> None:
     look = "what you catch: an EngineDeadError is told to the client, any other error is a bug, and is raised"
     expect("Deltas that raise a ValueError.", "what comes out", repr(error), got, look)
 
-    async def hang_up() -> str:
-        events = await iterate(events_of(Source([Delta([1]), Delta([2], "stop")]).read(), head, 1, True))
-        await anext(events)
-        try:
-            await events.aclose()
-        except RuntimeError as raised:
-            return f"RuntimeError: {raised}"
-        return "no more"
+    for num_events, name in ((1, "first"), (2, "second")):
+        said = f"A client hangs up after the {name} event."
+        got = run(said, partial(_hang_up, events_of, head, num_events))
+        look = "async with aclosing(deltas), before the first `yield`, and what you catch: a closed generator may not yield"
+        expect(said, "outcome", "no more events, and `deltas` is closed", got, look)
 
-    said = "A client hangs up after the first event."
-    expect(
-        said,
-        "what it is sent",
-        "no more",
-        run(said, hang_up),
-        "what you catch, and what is in a `finally`: a closed generator may not yield",
-    )
+
+async def _hang_up(events_of: Any, head: dict[str, Any], num_events: int) -> str:
+    deltas = Source([Delta([1]), Delta([2]), Delta([3], "stop")]).read()
+    events = await iterate(events_of(deltas, head, 1, True))
+    for _ in range(num_events):
+        await anext(events)
+    try:
+        await events.aclose()
+    except RuntimeError as raised:
+        return f"RuntimeError: {raised}"
+    is_closed = await anext(deltas, None) is None  # closed, or closed before it began
+    return "no more events, and `deltas` is closed" if is_closed else "no more events, but `deltas` is left open"
 
 
 def _compare(said: str, expected: list[Any], got: list[Any]) -> None:

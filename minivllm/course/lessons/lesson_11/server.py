@@ -109,7 +109,7 @@ def _talk(address: str, texts: list[str]) -> list[str]:
         with client.chat.completions.create(**chat, stream=True) as events:
             streamed = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
         expect("A chat, streamed and whole.", "streamed text", whole, streamed, "chat_events")
-    return [f"{prompt}{text!r}" for prompt, text in zip(_PROMPTS[:3], got, strict=False)] + [f"a chat: {whole!r}"]
+    return [f"{prompt!r} → {text!r}" for prompt, text in zip(_PROMPTS[:3], got, strict=False)] + [f"a chat: {whole!r}"]
 
 
 def _measure(address: str) -> str:

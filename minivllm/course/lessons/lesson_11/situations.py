@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
@@ -57,9 +58,14 @@ def run(said: str, work: Callable[[], Awaitable[_Made]], seconds: float = SECOND
     for error in [*ran.errors, *ran.lost]:
         if isinstance(error, NotImplementedError):  # "write this", wherever it was raised
             raise error
+    if ran.lost and len(list(traceback.walk_tb(ran.lost[0].__traceback__))) > 1:  # from within what was called
+        raise ran.lost[0]
     if ran.thread.is_alive():
         got = "the event loop is blocked, or somebody catches a CancelledError and goes on"
-        look = "what waits without `await`, repeats without one, or joins a thread, and what is caught. Then restart the kernel"
+        look = (
+            "MyStream first, if its check fails; then at what waits without `await`, repeats without one, or joins a thread, "
+            "and what is caught. Then restart the kernel"
+        )
     elif ran.lost:
         expected, got = "no error in a callback", f"{type(ran.lost[0]).__name__}: {ran.lost[0]}"
         look = "what is called on the event loop, and with what"

@@ -12,6 +12,9 @@ from minivllm.course.observations import expect, fail, rounds
 from minivllm.errors import EngineDeadError
 
 _TAKEN = "get: it takes all that is there, and leaves a new empty list"
+_WAKING = "put, which sets the event, and get, which clears it only after the wait"
+_SECONDS = 1.0
+"""How long `get` may take when there is news."""
 
 
 def check_stream(cls: Any) -> None:
@@ -31,12 +34,7 @@ async def _use(stream: Any, rng: random.Random) -> None:
         waiter = None
         if not pending and (is_last or rng.random() < 0.5):
             story.append("get()")
-            waiter = asyncio.create_task(stream.get())
-            await settle()
-            if waiter.done():
-                await waiter
-            look = "get: it waits for news, so they are no news any more once it has returned (clear)"
-            expect(_tell(story), "that get has returned before anything came", False, waiter.done(), look)
+            waiter = await _get_early(stream, story, is_first=not kept)
         given = list(tokens)
         stream.put(given, reason) if is_last else stream.put(given)
         given.append(-1)  # the caller's list is the caller's
@@ -45,7 +43,7 @@ async def _use(stream: Any, rng: random.Random) -> None:
         if waiter is None and not is_last and rng.random() < 0.5:
             continue
         story += [] if waiter else ["get()"]
-        delta = await (waiter or stream.get())
+        delta = await _get(waiter or stream.get(), story)
         kept.append((list(pending), reason, delta))
         _compare(story, pending, reason, delta)
         pending = []
@@ -53,6 +51,25 @@ async def _use(stream: Any, rng: random.Random) -> None:
             break
     for tokens, reason, delta in kept:
         _compare([*story, "and a look at a delta that get returned before"], tokens, reason, delta)
+
+
+async def _get_early(stream: Any, story: list[str], is_first: bool) -> asyncio.Task[Any]:
+    """A call of get that waits."""
+    waiter = asyncio.create_task(stream.get())
+    await settle()
+    if waiter.done():
+        await waiter
+    waits, cleared = "get: first it waits (`await`) until there is news", ", and what it has returned is no news any more (clear)"
+    look = waits if is_first else waits + cleared
+    expect(_tell(story), "that get has returned before anything came", False, waiter.done(), look)
+    return waiter
+
+
+async def _get(getting: Any, story: list[str]) -> Any:
+    try:
+        return await asyncio.wait_for(getting, _SECONDS)
+    except asyncio.TimeoutError:
+        fail(f"{_tell(story)}\nExpected: a Delta\nGot: nothing, get still waits\nLook at {_WAKING}.")
 
 
 def _tell(story: list[str]) -> str:
@@ -78,7 +95,9 @@ async def _let_fail(stream: Any, rng: random.Random) -> None:
     story += [*["get()" for _ in waiters], f"fail({error!r})", "get()", "get()"]
     for waiter in [*waiters, stream.get(), stream.get()]:
         try:
-            got = repr(await waiter)
+            got = repr(await asyncio.wait_for(waiter, _SECONDS))
+        except asyncio.TimeoutError:
+            got = "nothing, it waits"
         except Exception as raised:
             got = repr(raised)
         expect(
