@@ -368,7 +368,7 @@ def _step_from_json(content: dict[str, Any], before: StepRecord | None) -> StepR
 
 def _check(trace: EngineTrace) -> None:
     """Raise a ValueError if blocks, requests or times are inconsistent."""
-    config, now = trace.config, -math.inf
+    config, launched, now = trace.config, -math.inf, -math.inf
     msgspec.convert(config.scheduler_config, SchedulerConfig)
     for request in trace.requests.values():
         params = {name: value for name, value in request.params.items() if name != "logit_bias"}
@@ -382,9 +382,9 @@ def _check(trace: EngineTrace) -> None:
     if config.block_size < 1 or config.num_gpu_blocks < 1:
         raise ValueError("a cache without blocks")
     for number, step in enumerate(trace):
-        if not now <= step.start <= step.end:
-            raise ValueError(f"step {number} starts before the last one ends, or ends before it starts")
-        now = step.end
+        if not (launched <= step.start <= step.end and now <= step.end):
+            raise ValueError(f"step {number} starts or ends before the last one, or ends before it starts")
+        launched, now = step.start, step.end
         for rank in step.ranks:
             moments = [rank.start, *itertools.chain.from_iterable(rank.communication), rank.end]
             if moments != sorted(moments) or not all(map(math.isfinite, moments)):
