@@ -5,6 +5,7 @@ There is one code path for prefill, decode and mixed steps: each sequence brings
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,17 +17,32 @@ from minivllm.models.base import CausalLM
 from minivllm.outputs import Logprob
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import SequenceData, SequenceOutput
+from minivllm.scheduler_output import PLACEHOLDER, SequenceData, SequenceOutput
 from minivllm.worker.cuda_graphs import DecodeGraphs
 from minivllm.worker.model_input import ModelInput
-from minivllm.worker.sampler import SampledToken, Sampler, SamplingRow, can_choose_in_parts, choose_in_part, top_logprobs
+from minivllm.worker.sampler import (
+    PendingTokens,
+    SampledToken,
+    Sampler,
+    SamplingRow,
+    can_choose_in_parts,
+    choose_in_part,
+    top_logprobs,
+)
+from minivllm.worker.transfer import RecentTokens, on_host, to_device
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of prompt logits computed at a time: the logits of a long prompt at once would take gigabytes."""
 
 
 class ModelRunner:
-    """Turns scheduled sequences into new tokens, with a model of `minivllm.models` that has its weights."""
+    """Turns scheduled sequences into new tokens, with a model of `minivllm.models` that has its weights.
+
+    Attributes:
+        recent_tokens: What placeholders in the input stand for. None if a step is launched only when all tokens before it are known.
+    """
+
+    recent_tokens: RecentTokens | None = None
 
     def __init__(
         self, model: CausalLM, block_size: int, max_model_len: int, device: torch.device, sampler: Sampler | None = None
@@ -52,6 +68,7 @@ class ModelRunner:
         query_start_loc: list[int] = [0]
         context_lens: list[int] = []
         sampled_rows: list[int] = []
+        placeholders: dict[int, int] = {}
         max_blocks = max(len(seq.block_table) for seq in sequences)
         for seq in sequences:
             start = seq.num_computed_tokens
@@ -64,6 +81,9 @@ class ModelRunner:
                     f"A sequence of {end} tokens has a table of {len(table)} blocks of {block_size}, which is too short."
                 )
             input_ids.extend(seq.token_ids)
+            if input_ids[-1] == PLACEHOLDER:
+                input_ids[-1] = 0
+                placeholders[seq.seq_id] = len(input_ids) - 1
             positions.extend(range(start, end))
             slot_mapping.extend(table[p // block_size] * block_size + p % block_size for p in range(start, end))
             query_start_loc.append(len(input_ids))
@@ -71,7 +91,7 @@ class ModelRunner:
             if seq.num_samples:
                 sampled_rows.extend(range(len(input_ids) - 1 - seq.num_drafts, len(input_ids)))
         padded_tables = [seq.block_table + [0] * (max_blocks - len(seq.block_table)) for seq in sequences]
-        block_tables = torch.tensor(padded_tables, dtype=torch.int32)
+        block_tables = on_host(padded_tables, self.device, torch.int32)
         lowest, highest = block_tables.aminmax()
         if lowest < 0 or highest >= num_blocks:
             wrong = int(lowest if lowest < 0 else highest)
@@ -79,11 +99,14 @@ class ModelRunner:
         metadata = AttentionMetadata(
             is_decode=len(input_ids) == len(sequences),
             slot_mapping=self._tensor(slot_mapping),
-            block_tables=block_tables.to(self.device),
+            block_tables=block_tables.to(self.device, non_blocking=True),
             context_lens=self._tensor(context_lens, torch.int32),
             query_start_loc=self._tensor(query_start_loc, torch.int32),
         )
-        return ModelInput(self._tensor(input_ids), self._tensor(positions), metadata, sampled_rows)
+        inputs = ModelInput(self._tensor(input_ids), self._tensor(positions), metadata, sampled_rows)
+        if placeholders and self.recent_tokens is not None:
+            self.recent_tokens.fill_in(inputs.input_ids, placeholders)
+        return inputs
 
     def capture_graphs(self, kv_caches: list[KVCache], max_num_seqs: int) -> None:
         """Record decode steps over that cache as CUDA graphs, for later steps to replay."""
@@ -109,6 +132,11 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> list[SequenceOutput]:
         """Run a step: one output for each sequence, in order. With several ranks, only rank 0 has logits to sample from."""
+        return self.launch_model(sequences, kv_caches)()
+
+    @torch.inference_mode()
+    def launch_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> Callable[[], list[SequenceOutput]]:
+        """`execute_model`, in two parts: a GPU gets its work, and the function that is returned waits for the results."""
         inputs = self.prepare_inputs(sequences, num_blocks=kv_caches[0][0].shape[0])
         if self.graphs is not None and self.graphs.can_run(inputs):
             hidden = self.graphs.run(inputs)
@@ -119,13 +147,21 @@ class ModelRunner:
             hidden_rows = hidden.index_select(0, self._tensor(inputs.sampled_rows))
         else:
             hidden_rows = hidden  # all of them, in order
-        outputs = self._sample(sequences, hidden_rows)
+        finish_sampling = self._sample(sequences, hidden_rows)
+        prompt_logprobs: dict[int, dict[int, dict[int, Logprob]]] = {}
         start = 0
-        for seq, output in zip(sequences, outputs, strict=True):
+        for i, seq in enumerate(sequences):
             if seq.request.sampling_params.prompt_logprobs is not None:
-                output.prompt_logprobs = self._prompt_logprobs(seq, hidden[start : start + seq.num_tokens])
+                prompt_logprobs[i] = self._prompt_logprobs(seq, hidden[start : start + seq.num_tokens])
             start += seq.num_tokens
-        return outputs
+
+        def finish() -> list[SequenceOutput]:
+            outputs = finish_sampling()
+            for i, logprobs in prompt_logprobs.items():
+                outputs[i].prompt_logprobs = logprobs
+            return outputs
+
+        return finish
 
     @torch.inference_mode()
     def profile_run(self, num_tokens: int, num_seqs: int, kv_caches: list[KVCache]) -> None:
@@ -143,10 +179,10 @@ class ModelRunner:
             )
         self.execute_model(sequences, kv_caches)
 
-    def _sample(self, sequences: list[SequenceData], hidden: Tensor) -> list[SequenceOutput]:
+    def _sample(self, sequences: list[SequenceData], hidden: Tensor) -> Callable[[], list[SequenceOutput]]:
         """Sample a token for every sequence that needs one, one more for each sibling forked now, and one after each draft.
 
-        `hidden` has a row for each prediction: the last tokens of sequences, and their drafts.
+        `hidden` has a row for each prediction: the last tokens of sequences, and their drafts. Returns a function that waits for the tokens.
         """
         outputs = [SequenceOutput() for _ in sequences]
         rows: list[SamplingRow] = []
@@ -160,25 +196,45 @@ class ModelRunner:
                 hidden_rows.append(hidden_row)
                 owners.append(output)
         chosen = self._choose(hidden, rows, hidden_rows) if rows else None
-        if chosen is None:
-            return outputs
-        for row, owner, token in zip(rows, owners, chosen, strict=True):
-            owner.token_ids.append(token.token_id)
-            owner.error = owner.error or row.error
-            if token.logprobs is not None:
-                owner.logprobs = [*(owner.logprobs or []), token.logprobs]
-        return outputs
 
-    def _choose(self, hidden: Tensor, rows: list[SamplingRow], hidden_rows: list[int]) -> list[SampledToken] | None:
+        def finish() -> list[SequenceOutput]:
+            if chosen is None:
+                return outputs
+            tokens = chosen.wait() if isinstance(chosen, PendingTokens) else chosen
+            for row, owner, token in zip(rows, owners, tokens, strict=True):
+                owner.token_ids.append(token.token_id)
+                owner.error = owner.error or row.error
+                if token.logprobs is not None:
+                    owner.logprobs = [*(owner.logprobs or []), token.logprobs]
+            return outputs
+
+        return finish
+
+    def _choose(
+        self, hidden: Tensor, rows: list[SamplingRow], hidden_rows: list[int]
+    ) -> PendingTokens | list[SampledToken] | None:
         """A token for each row; `hidden_rows` says which of `hidden` it is drawn from. None on ranks that do not sample."""
         is_repeated = len(rows) > len(hidden)
         if self.model.choose is not None and type(self.sampler) is Sampler and can_choose_in_parts(rows):
             token_ids = self.model.choose(hidden[hidden_rows] if is_repeated else hidden, partial(choose_in_part, rows))
-            return None if token_ids is None else [SampledToken(token_id) for token_id in token_ids.tolist()]
+            return None if token_ids is None else self._remember(rows, PendingTokens(token_ids))
         logits = self.model.compute_logits(hidden)
         if logits is None:
             return None
-        return self.sampler.sample(logits[hidden_rows] if is_repeated else logits, rows)
+        logits = logits[hidden_rows] if is_repeated else logits
+        if self.recent_tokens is None:
+            return self.sampler.sample(logits, rows)
+        if type(self.sampler) is Sampler:
+            return self._remember(rows, self.sampler.launch(logits, rows))
+        tokens = self.sampler.sample(logits, rows)
+        self._remember(rows, PendingTokens(self._tensor([token.token_id for token in tokens])))
+        return tokens
+
+    def _remember(self, rows: list[SamplingRow], tokens: PendingTokens) -> PendingTokens:
+        """Keep a step's tokens on the device for placeholders in the next steps."""
+        if self.recent_tokens is not None:
+            self.recent_tokens.add({row.seq.seq_id: i for i, row in enumerate(rows)}, tokens.token_ids)
+        return tokens
 
     def _prompt_logprobs(self, seq: SequenceData, hidden: Tensor) -> dict[int, dict[int, Logprob]]:
         """Log-probabilities of the prompt tokens that follow the computed ones, by their position in the prompt."""
@@ -195,4 +251,4 @@ class ModelRunner:
         return result
 
     def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+        return to_device(values, self.device, dtype)
