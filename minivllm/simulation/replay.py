@@ -46,9 +46,11 @@ def replay(
         The trace of the replay.
 
     Raises:
-        ConfigError: The trace began too late, or its scheduler is unknown.
+        ConfigError: The trace began too late, its scheduler is unknown, or steps were in flight together.
     """
     config = trace.config
+    if config.scheduler_config.get("async_scheduling"):
+        raise ConfigError("The trace has several steps in flight, which cannot be replayed: record it with async_scheduling=False.")
     scheduler = scheduler_cls or KNOWN_SCHEDULERS.get(config.scheduler)
     if scheduler is None:
         raise ConfigError(f"The trace was recorded with {config.scheduler}: give that class as scheduler_cls.")
