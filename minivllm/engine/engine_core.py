@@ -64,10 +64,9 @@ class EngineCore:
         self.num_gpu_blocks = num_gpu_blocks
         self.num_requests = 0
         """Requests received so far."""
-        self.num_steps = 0
+        self.num_steps = self.num_generated_tokens = 0
         self.num_preemptions = 0
         """How often a sequence lost its cache blocks."""
-        self.num_generated_tokens = 0
         self.has_failed = False
         """Whether the model failed in the last step."""
         self.structured_outputs = StructuredOutputManager(model_config)
@@ -106,8 +105,7 @@ class EngineCore:
         Raises:
             ConfigError: There are unfinished requests.
         """
-        while self._in_flight and not self.scheduler.has_unfinished_requests():
-            self.step()  # surplus steps of requests that have finished
+        self.finish_surplus_steps()
         if self.has_unfinished_requests():
             raise ConfigError("The engine has unfinished requests: finish or abort them first.")
         self.scheduler_config = scheduler_config or self.scheduler_config
@@ -129,8 +127,7 @@ class EngineCore:
         if resumption is not None and not (hasattr(self.scheduler, "resume_request") and resumption.output_token_ids):
             raise RequestError(f"{type(self.scheduler).__name__} cannot go on with a request that another engine core has begun.")
         added = Request(request)
-        added.ordinal = self.num_requests
-        self.num_requests += 1
+        added.ordinal, self.num_requests = self.num_requests, self.num_requests + 1
         if added.metrics.queued_time is None:  # unless another core had it before
             added.metrics.queued_time = self.clock()
         if added.sampling_params.structured_outputs is None:
@@ -214,17 +211,24 @@ class EngineCore:
                 self._in_flight.append((scheduled, self.launch(scheduled)))
             except BaseException as error:
                 self._fail_step(scheduled, error)
-        if not self._in_flight:
-            return self.report()
+        return self.report(self._finish_oldest() if self._in_flight else None)
+
+    def _finish_oldest(self) -> float | None:
+        """Wait for the oldest step in flight, and update. Returns when the model had finished; None if it failed."""
         scheduled, pending = self._in_flight.popleft()
         try:
             results = self.collect(scheduled, pending)
         except BaseException as error:
             self._fail_step(scheduled, error)
-            return self.report()
+            return None
         now = self.clock()
         self.update(scheduled, results, now)
-        return self.report(now)
+        return now
+
+    def finish_surplus_steps(self) -> None:
+        """If no request is left, wait for the steps that are still in flight. Nobody needs their results."""
+        while self._in_flight and not self.scheduler.has_unfinished_requests():
+            self._finish_oldest()
 
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next step. None if there is nothing to compute now, or something to collect or report first."""
@@ -256,10 +260,14 @@ class EngineCore:
         pending = self.executor.launch_model(scheduled.to_request())
         if isinstance(self.scheduler, AsyncScheduler):
             self.scheduler.advance(scheduled)
+        if self._recorder is not None:
+            self._recorder.launch_step(scheduled, self.clock())
         return pending
 
     def collect(self, scheduled: SchedulerOutput, pending: PendingStep) -> list[SequenceOutput]:
         """Wait for the results of a step."""
+        if self._recorder is not None:
+            self._recorder.await_step(scheduled, self.clock())
         results = pending()
         if len(results) != len(scheduled.scheduled):
             raise RuntimeError(f"the executor returned {len(results)} results for {len(scheduled.scheduled)} sequences")
@@ -338,7 +346,7 @@ class EngineCore:
         sequences = [*(item.seq for item in scheduled.scheduled), *scheduled.preempted, *scheduled.swapped_in]
         requests = dict.fromkeys(seq.request for seq in sequences if not seq.finished)
         if isinstance(error, Exception):
-            self.has_failed = bool(requests)  # else an earlier step has failed, or ended them
+            self.has_failed = self.has_failed or bool(requests)  # there is none if an earlier step has failed
             logger.exception("The model failed in a step of %d sequences; their requests finish.", len(scheduled.scheduled))
         now, cause = self.clock(), f"{type(error).__name__}: {error}"
         for request in requests:

@@ -187,6 +187,16 @@ class TraceRecorder:
             record.swapped_tables = {self._key(seq): tuple(manager.swapped_tables[seq.seq_id]) for seq in scheduler.swapped}
         self._pending[id(output)] = output, record
 
+    def launch_step(self, output: SchedulerOutput, now: float) -> None:
+        """A step has been handed to the executor."""
+        if id(output) in self._pending:
+            self._pending[id(output)][1].launched = now
+
+    def await_step(self, output: SchedulerOutput, now: float) -> None:
+        """The core begins to wait for a step's results."""
+        if id(output) in self._pending:
+            self._pending[id(output)][1].awaited = now
+
     def end_step(
         self,
         output: SchedulerOutput,

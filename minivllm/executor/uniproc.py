@@ -39,7 +39,7 @@ class UniProcExecutor(Executor):
     def launch_model(self, request: ExecuteModelRequest) -> PendingStep:
         """Begin a step: a GPU computes it in the background, a CPU here and now."""
         if self.max_concurrent_batches == 1:
-            return super().launch_model(request)
+            return partial(self.execute_model, request)
         try:
             return self.worker.launch_model(request)
         except Exception as error:

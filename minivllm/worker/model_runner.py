@@ -19,6 +19,7 @@ from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import PLACEHOLDER, SequenceData, SequenceOutput
 from minivllm.worker.cuda_graphs import DecodeGraphs
+from minivllm.worker.logprobs import top_logprobs
 from minivllm.worker.model_input import ModelInput
 from minivllm.worker.sampler import (
     PendingTokens,
@@ -27,9 +28,8 @@ from minivllm.worker.sampler import (
     SamplingRow,
     can_choose_in_parts,
     choose_in_part,
-    top_logprobs,
 )
-from minivllm.worker.transfer import RecentTokens, on_host, to_device
+from minivllm.worker.transfer import RecentTokens, to_device
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of prompt logits computed at a time: the logits of a long prompt at once would take gigabytes."""
@@ -91,7 +91,7 @@ class ModelRunner:
             if seq.num_samples:
                 sampled_rows.extend(range(len(input_ids) - 1 - seq.num_drafts, len(input_ids)))
         padded_tables = [seq.block_table + [0] * (max_blocks - len(seq.block_table)) for seq in sequences]
-        block_tables = on_host(padded_tables, self.device, torch.int32)
+        block_tables = torch.tensor(padded_tables, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         lowest, highest = block_tables.aminmax()
         if lowest < 0 or highest >= num_blocks:
             wrong = int(lowest if lowest < 0 else highest)
@@ -251,4 +251,6 @@ class ModelRunner:
         return result
 
     def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        if self.device.type == "cpu":  # nothing to transfer
+            return torch.tensor(values, dtype=dtype)
         return to_device(values, self.device, dtype)

@@ -17,12 +17,7 @@ from torch import Tensor
 
 def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A list as a tensor on a device."""
-    return on_host(values, device, dtype).to(device, non_blocking=True)
-
-
-def on_host(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A list as a tensor in memory from which it can be copied to a device without waiting."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,6 +15,7 @@ from test_invariants import Job, Result, describe, engine_arguments, jobs, run
 
 from minivllm import Scheduler
 from minivllm.core.async_scheduler import AsyncScheduler
+from minivllm.engine.trace import EngineTrace
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +82,7 @@ class Flight:
         options = self.arguments | {"scheduler_cls": scheduler_cls}
         engine, executor = shadow_engine(**options, max_concurrent_batches=max_concurrent_batches, tokenizer=Characters())
         executor.fail_at = self.fail_at
+        engine.start_trace()
         if observe is not None:
             executor.observe = lambda output: observe(executor, output)
         add = engine.scheduler.add_request
@@ -118,10 +122,9 @@ def flights(draw, with_failures=False, **fixed) -> Flight:
 
 
 def check_all_is_free(engine) -> None:
-    """Nothing is left of any request but, perhaps, surplus steps."""
-    assert not engine.scheduler.requests
-    while engine.core.has_unfinished_requests():
-        engine.core.step()
+    """Nothing is left of any request, and nothing is in flight."""
+    assert not engine.core.has_unfinished_requests()
+    assert engine.executor.num_in_flight == 0
     check_blocks(engine.scheduler)
     manager = engine.block_manager
     assert manager.get_num_free_gpu_blocks() == manager.num_gpu_blocks
@@ -139,6 +142,21 @@ def check_results(results: dict[str, Result], expected: dict[str, Result]) -> No
             assert result == expected[name]
 
 
+def check_trace(trace: EngineTrace, results: dict[str, Result]) -> None:
+    """The trace is consistent, survives being saved, and its steps add up to the tokens of each request."""
+    assert EngineTrace.from_json(json.loads(json.dumps(trace.to_json()))) == trace
+    num_tokens: Counter[tuple[str, int]] = Counter()
+    for step in trace:
+        assert step.start <= step.launched <= step.awaited <= step.end
+        for part in step.scheduled:
+            num_tokens[part.key] += part.num_new_tokens
+    outputs = [record.output_token_ids for record in trace.requests.values()]
+    assert num_tokens.total() == sum(len(tokens) - (i > 0) for output in outputs for i, tokens in enumerate(output))
+    for name, result in results.items():
+        if result.error is None:
+            assert trace.requests[name].output_token_ids == result.tokens
+
+
 @given(flights(), numbers)
 def test_all_that_a_request_gets_is_the_same(flight, max_concurrent_batches):
     engine, executor, results = flight.run(max_concurrent_batches)
@@ -150,6 +168,7 @@ def test_all_that_a_request_gets_is_the_same(flight, max_concurrent_batches):
     check_results(results, expected)
     assert all(result.error in (None, "aborted", expected[name].error) for name, result in results.items())
     check_all_is_free(engine)
+    check_trace(engine.trace, results)
 
 
 @given(flights(with_failures=True), numbers)
