@@ -79,6 +79,7 @@ class SchedulerConfig:
         preemption_mode: How the latest arrival is preempted when blocks run out: "recompute" or "swap".
         num_speculative_tokens: Maximum number of draft tokens a sequence verifies per step; 0 turns speculative decoding off.
         prompt_lookup_max, prompt_lookup_min: Longest and shortest n-gram used to look up draft tokens.
+        async_scheduling: Whether the next step is scheduled while the device computes this one.
     """
 
     max_num_seqs: int = 256
@@ -90,6 +91,7 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    async_scheduling: bool = False
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -274,6 +276,11 @@ class EngineArgs:
     )
     prompt_lookup_max: int = _arg(4, "Longest n-gram to look up: the tokens that followed its last occurrence become the draft.")
     prompt_lookup_min: int = _arg(2, "Shortest n-gram to look up when longer ones have not occurred before.")
+    async_scheduling: bool | None = _arg(
+        None,
+        "Schedule the next step while the device computes this one; the output stays the same. None: on a GPU, with one worker in the engine's "
+        "process and no scheduler, block space manager or sampler of your own.",
+    )
     skip_tokenizer_init: bool = _arg(False, "Load no tokenizer: prompts are token ids, and outputs have no text.")
     scheduler_cls: type | None = _arg(None, "Scheduler class, such as `StaticBatchScheduler` or your own.")
     block_space_manager_cls: type | None = _arg(None, "Block space manager class.")
@@ -354,7 +361,8 @@ class EngineArgs:
             is_chunked = max_model_len > LONGEST_WHOLE_PROMPT
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(2048, self.max_num_seqs, 0 if is_chunked else max_model_len)
-        given = {"enable_chunked_prefill": is_chunked, "max_num_batched_tokens": max_num_batched_tokens}
+        given: dict[str, Any] = {"enable_chunked_prefill": is_chunked, "max_num_batched_tokens": max_num_batched_tokens}
+        given["async_scheduling"] = bool(self.async_scheduling)
         config = self._part(SchedulerConfig, policy=self.scheduling_policy, **given)
         config.check_prompts_fit(max_model_len)
         return config

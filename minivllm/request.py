@@ -125,6 +125,10 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
+    num_placeholders: int = 0
+    """Output tokens that steps in flight are sampling; they follow `token_ids`, and count as tokens."""
+    num_tokens_in_flight: int = 0
+    """Tokens that steps in flight are computing, part of `num_computed_tokens` unless a preemption has lost them."""
     num_unforked_siblings: int = 0
     """Siblings (n - 1) still to be forked from this one, when its prompt has been computed."""
     num_reported_tokens: int = 0
@@ -143,22 +147,22 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens known so far."""
-        return len(self.token_ids)
+        """Prompt and output tokens so far: the known ones, and a placeholder for each that a step in flight samples."""
+        return len(self.token_ids) + self.num_placeholders
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens whose keys and values are not in the cache: 1 for a sequence that decodes."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens whose keys and values are not in the cache: 1 for a sequence that decodes."""
+        return len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        """Tokens generated so far, with placeholders."""
+        return len(self.token_ids) + self.num_placeholders - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens generated so far."""
+        """The tokens generated so far, those that are known."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property

@@ -20,6 +20,9 @@ Phase = Literal["prefill", "decode", "mixed", "idle"]
 """What a step computes; "idle" where it only preempts."""
 
 
+PLACEHOLDER = -1
+"""In the place of a token id: the token that the worker has sampled last for this sequence, which the scheduler does not know yet."""
+
 RequestT = TypeVar("RequestT")
 
 
@@ -29,10 +32,10 @@ class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_un
     Attributes:
         request: What stays the same from step to step; between processes, a number that stands for it.
         seq_id, index: The sequence, in the engine and among the request's `n`.
-        token_ids: Tokens to compute: known ones, then `num_drafts` draft tokens.
+        token_ids: Tokens to compute: known ones, then `num_drafts` draft tokens. The last may be the `PLACEHOLDER`.
         num_computed_tokens: Position of the first of them.
         block_table: Cache blocks of the sequence, in the order of its tokens.
-        num_output_tokens: Output tokens known before the step; with it the random stream is keyed.
+        num_output_tokens: Output tokens before the step, with placeholders; with it the random stream is keyed.
         output_token_ids: Those tokens, for what depends on them, such as penalties; else empty.
         num_samples: Tokens to sample after the last known one: 0 if it is not computed yet, else 1, plus 1 for each sibling forked now.
         num_drafts: Draft tokens to verify. One more token is sampled after each.
@@ -105,7 +108,8 @@ class RankTiming(NamedTuple):
 class ScheduledSequence:
     """A sequence's part in a step: compute `num_tokens` tokens, from `seq.num_computed_tokens` on.
 
-    With speculative decoding, the last of them are `draft_token_ids`, which follow the sequence's own tokens.
+    With speculative decoding, the last of them are `draft_token_ids`, which follow the sequence's own tokens. The properties hold until the
+    sequence moves on: by the step's results, or by `AsyncScheduler.advance`.
     """
 
     seq: Sequence
@@ -117,22 +121,25 @@ class ScheduledSequence:
     def is_decode(self) -> bool:
         """Whether it computes only its newest token and drafts: no prompt, nothing lost to preemption."""
         seq = self.seq
-        return len(seq.token_ids) > seq.num_prompt_tokens and self.num_tokens == 1 + len(self.draft_token_ids)
+        return seq.num_tokens > seq.num_prompt_tokens and self.num_tokens == 1 + len(self.draft_token_ids)
 
     @property
     def needs_sampling(self) -> bool:
-        """Whether the step computes the last known token, so that the next one must be sampled."""
-        return self.seq.num_computed_tokens + self.num_tokens >= len(self.seq.token_ids)
+        """Whether the step computes the last token, so that the next one must be sampled."""
+        return self.seq.num_computed_tokens + self.num_tokens >= self.seq.num_tokens
 
     def to_data(self) -> SequenceData:
         """The part that goes to the workers."""
         seq, drafts = self.seq, self.draft_token_ids
         start, request = seq.num_computed_tokens, seq.request.data
+        token_ids = [*seq.token_ids[start : start + self.num_tokens - len(drafts)], *drafts]
+        if len(token_ids) < self.num_tokens:  # the newest token is still being sampled
+            token_ids.append(PLACEHOLDER)
         return SequenceData(
             request,
             seq.seq_id,
             seq.index,
-            [*seq.token_ids[start : start + self.num_tokens - len(drafts)], *drafts],
+            token_ids,
             start,
             self.block_table,
             seq.num_output_tokens,

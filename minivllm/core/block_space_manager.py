@@ -109,20 +109,20 @@ class BlockSpaceManager:
 
     def can_append_slots(self, seq: Sequence) -> bool:
         """Whether `append_slots(seq)` would find enough blocks."""
-        num_new = self.num_blocks_for(len(seq.token_ids)) - len(self.block_tables[seq.seq_id])
+        num_new = self.num_blocks_for(seq.num_tokens) - len(self.block_tables[seq.seq_id])
         if num_new == 0:  # the common case: room in the last block; at most a copy of it is needed
             num_new = 1 if self._must_copy(seq) else 0
         return self.gpu_allocator.num_free >= num_new
 
     def append_slots(self, seq: Sequence) -> tuple[int, int] | None:
-        """Make room for all known tokens of the sequence, in blocks that it may write to.
+        """Make room for all tokens of the sequence, in blocks that it may write to.
 
         Returns:
             (source, destination) of a block to copy first, if the block that the next token goes to was shared (copy-on-write);
             else None.
         """
         table = self.block_tables[seq.seq_id]
-        missing = self.num_blocks_for(len(seq.token_ids)) - len(table)
+        missing = self.num_blocks_for(seq.num_tokens) - len(table)
         if missing > 0:
             table.extend(self.gpu_allocator.allocate() for _ in range(missing))
             return None
@@ -158,12 +158,13 @@ class BlockSpaceManager:
     def cache_full_blocks(self, seq: Sequence) -> None:
         """Make the sequence's full, computed blocks available to the prefix cache.
 
-        Called after the step that computed them, never before: a block that is only planned must not be matched.
+        Called after the step that computed them, never before: a block that is only planned, or that a step in flight may fail to compute,
+        must not be matched.
         """
         if not self.enable_prefix_caching:
             return
         first = self.num_cached_blocks[seq.seq_id]
-        num_full = seq.num_computed_tokens // self.block_size
+        num_full = (seq.num_computed_tokens - seq.num_tokens_in_flight) // self.block_size
         if num_full > first:
             hashes = seq.extend_block_hashes(self.block_size)
             table = self.block_tables[seq.seq_id]

@@ -200,6 +200,10 @@ class Scheduler:
         """Whether the policy lets a waiting sequence join the running ones. Continuous batching always does."""
         return True
 
+    def is_ready(self, seq: Sequence) -> bool:
+        """Whether all is known that the next step of a sequence needs. With one step in flight, it always is."""
+        return True
+
     def _schedule_decodes(self, output: SchedulerOutput) -> None:
         """Decode every running sequence whose prompt is computed; preempt the latest arrivals when blocks run out."""
         running = self.running
@@ -207,8 +211,8 @@ class Scheduler:
         i = 0
         while i < len(running):
             seq = running[i]
-            if seq.num_uncomputed_tokens > 1:
-                i += 1  # in the middle of its prompt
+            if seq.num_uncomputed_tokens > 1 or not self.is_ready(seq):
+                i += 1  # in the middle of its prompt, or waiting for its newest token
                 continue
             if not self._make_room_for(seq, output):
                 break  # it was the latest arrival itself
@@ -232,13 +236,13 @@ class Scheduler:
         for seq in self.running:
             num_tokens = seq.num_uncomputed_tokens
             budget = self.config.max_num_batched_tokens - output.num_batched_tokens
-            if num_tokens > 1 and budget > 0:
+            if num_tokens > 1 and budget > 0 and self.is_ready(seq):
                 self._add(output, seq, min(num_tokens, budget))
                 output.num_prefills += 1
 
     def _swap_in(self, output: SchedulerOutput) -> None:
         """Swap sequences back in, in order, and decode them in this step."""
-        while (seq := self.swapped.first()) is not None:
+        while (seq := self.swapped.first()) is not None and self.is_ready(seq):
             waiting = self.waiting.first()
             if waiting is not None and waiting.order < seq.order and self.may_join(waiting):
                 break
@@ -265,7 +269,7 @@ class Scheduler:
         self._leave_queue(seq)
         seq.request.metrics.num_preemptions += 1
         output.preempted.append(seq)
-        if self.config.preemption_mode == "swap" and self.block_manager.can_swap_out(seq):
+        if self.config.preemption_mode == "swap" and self.may_swap_out(seq):
             output.blocks_to_swap_out.extend(self.block_manager.swap_out(seq))
             seq.status = SequenceStatus.SWAPPED
             self.swapped.add(seq)
@@ -274,6 +278,10 @@ class Scheduler:
             seq.num_computed_tokens = 0
             seq.status = SequenceStatus.WAITING
             self.waiting.add(seq)
+
+    def may_swap_out(self, seq: Sequence) -> bool:
+        """Whether a sequence can be swapped out rather than recomputed."""
+        return self.block_manager.can_swap_out(seq)
 
     # -- one step's results --------------------------------------------------------------------------------------
 
@@ -289,26 +297,28 @@ class Scheduler:
         """
         advanced: list[tuple[Sequence, int]] = []
         for i, (scheduled, result) in enumerate(zip(output.scheduled, results, strict=True)):
-            seq = scheduled.seq
-            if seq.finished:  # aborted during the step
-                continue
-            if scheduled.draft_token_ids and self.speculation is not None:
-                self.speculation.update(scheduled, result.token_ids, self._append_token)
-                advanced.append((seq, i))
-                continue
-            seq.num_computed_tokens += scheduled.num_tokens
-            self.block_manager.cache_full_blocks(seq)
-            if not result.token_ids:  # a chunk in the middle of a prompt
-                continue
-            siblings = [seq, *self._fork_siblings(seq)] if seq.num_unforked_siblings else [seq]
-            for sibling, token_id in zip(siblings, result.token_ids, strict=True):
-                self._append_token(sibling, token_id)
-                advanced.append((sibling, i))
+            if not scheduled.seq.finished:  # aborted during the step
+                advanced += [(seq, i) for seq in self._apply(scheduled, result)]
         if any(seq.finished for seq, _ in advanced):
             self.running = [seq for seq in self.running if not seq.finished]
             for seq, _ in advanced:
                 self._forget_if_finished(seq.request)
         return advanced
+
+    def _apply(self, scheduled: ScheduledSequence, result: SequenceOutput) -> list[Sequence]:
+        """Apply what the model computed for one sequence. Returns those with new tokens: none, the sequence, or it and its new siblings."""
+        seq = scheduled.seq
+        if scheduled.draft_token_ids and self.speculation is not None:
+            self.speculation.update(scheduled, result.token_ids, self._append_token)
+            return [seq]
+        seq.num_computed_tokens += scheduled.num_tokens
+        self.block_manager.cache_full_blocks(seq)
+        if not result.token_ids:  # a chunk in the middle of a prompt
+            return []
+        siblings = [seq, *self._fork_siblings(seq)] if seq.num_unforked_siblings else [seq]
+        for sibling, token_id in zip(siblings, result.token_ids, strict=True):
+            self._append_token(sibling, token_id)
+        return siblings
 
     def _fork_siblings(self, parent: Sequence) -> list[Sequence]:
         """Once its prompt is computed, the first of a request's n sequences forks the others. They share its blocks."""
@@ -326,14 +336,14 @@ class Scheduler:
     def _append_token(self, seq: Sequence, token_id: int) -> None:
         """Append a sampled token, and finish the sequence if the token or the length says so."""
         seq.token_ids.append(token_id)
-        request = seq.request
+        request, num_tokens = seq.request, len(seq.token_ids)  # without tokens that are still being sampled
         if seq.grammar is not None and seq.grammar.error:
             self._finish(seq, SequenceStatus.FINISHED_ERROR)
-        elif token_id in request.stop_reasons and seq.num_output_tokens >= request.sampling_params.min_tokens:
+        elif token_id in request.stop_reasons and num_tokens - seq.num_prompt_tokens >= request.sampling_params.min_tokens:
             self._finish(seq, SequenceStatus.FINISHED_STOPPED, request.stop_reasons[token_id])
         elif seq.grammar is not None and not seq.grammar.accept_token(token_id):
             self._finish(seq, SequenceStatus.FINISHED_ERROR if seq.grammar.error else SequenceStatus.FINISHED_STOPPED)
-        elif seq.num_tokens >= request.max_num_tokens:
+        elif num_tokens >= request.max_num_tokens:
             self._finish(seq, SequenceStatus.FINISHED_LENGTH)
 
     def _finish(self, seq: Sequence, status: SequenceStatus, stop_reason: int | str | None = None) -> None:

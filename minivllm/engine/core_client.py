@@ -97,7 +97,7 @@ class EngineCoreClient(ABC):
 
 
 class InprocClient(EngineCoreClient):
-    """Calls an engine core in this process."""
+    """Calls an engine core in this process. Without requests, it has nothing in flight."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
@@ -109,13 +109,17 @@ class InprocClient(EngineCoreClient):
 
     def abort_requests(self, request_ids: list[str]) -> None:
         self.core.abort_requests(request_ids)
+        self.core.finish_surplus_steps()
 
     def stop_sequences(self, sequences: list[StoppedSequence]) -> None:
         self.core.stop_sequences(sequences)
+        self.core.finish_surplus_steps()
 
     def get_output(self) -> EngineCoreOutputs:
         """Run one step."""
-        return self.core.step()
+        outputs = self.core.step()
+        self.core.finish_surplus_steps()
+        return outputs
 
     def shutdown(self) -> None:
         self.core.shutdown()

@@ -4,17 +4,19 @@
                           ▲                                                    │
                           └──────────────────── next step ◄────────────────────┘
 
-Mirrors `EngineCore` in `vllm/v1/engine/core.py`.
+With an `AsyncScheduler`, several steps are in flight: the next ones are scheduled and launched before the results of the oldest come. Mirrors
+`EngineCore` in `vllm/v1/engine/core.py`, whose `step_with_batch_queue` is `step` here.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.structured_output import StructuredOutputManager
@@ -23,14 +25,11 @@ from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.trace import EngineTrace
 from minivllm.engine.trace_recorder import TraceRecorder
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
-from minivllm.executor.base import Executor
+from minivllm.executor.base import Executor, PendingStep
 from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
 from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 
 logger = logging.getLogger(__name__)
-
-PendingStep = Callable[[], list[SequenceOutput]]
-"""A step that was launched. Calling it waits for the results."""
 
 
 class EngineCore:
@@ -65,14 +64,15 @@ class EngineCore:
         self.num_gpu_blocks = num_gpu_blocks
         self.num_requests = 0
         """Requests received so far."""
-        self.num_steps = 0
+        self.num_steps = self.num_generated_tokens = 0
         self.num_preemptions = 0
         """How often a sequence lost its cache blocks."""
-        self.num_generated_tokens = 0
         self.has_failed = False
         """Whether the model failed in the last step."""
         self.structured_outputs = StructuredOutputManager(model_config)
         """Requests wait here until their grammars are compiled."""
+        self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        """Steps that were launched and not collected yet, the oldest first."""
         self._recorder: TraceRecorder | None = None
         self._outputs: list[EngineCoreOutput] = []
         """What `report` returns next."""
@@ -105,6 +105,7 @@ class EngineCore:
         Raises:
             ConfigError: There are unfinished requests.
         """
+        self.finish_surplus_steps()
         if self.has_unfinished_requests():
             raise ConfigError("The engine has unfinished requests: finish or abort them first.")
         self.scheduler_config = scheduler_config or self.scheduler_config
@@ -126,8 +127,7 @@ class EngineCore:
         if resumption is not None and not (hasattr(self.scheduler, "resume_request") and resumption.output_token_ids):
             raise RequestError(f"{type(self.scheduler).__name__} cannot go on with a request that another engine core has begun.")
         added = Request(request)
-        added.ordinal = self.num_requests
-        self.num_requests += 1
+        added.ordinal, self.num_requests = self.num_requests, self.num_requests + 1
         if added.metrics.queued_time is None:  # unless another core had it before
             added.metrics.queued_time = self.clock()
         if added.sampling_params.structured_outputs is None:
@@ -188,31 +188,50 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_unfinished_requests() or bool(self.structured_outputs.compiling or self._outputs)
+        return self.scheduler.has_unfinished_requests() or bool(
+            self.structured_outputs.compiling or self._outputs or self._in_flight
+        )
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
+    @property
+    def max_concurrent_batches(self) -> int:
+        """How many steps may be in flight: as many as the executor takes, or one with a scheduler that is no `AsyncScheduler`."""
+        return self.executor.max_concurrent_batches if isinstance(self.scheduler, AsyncScheduler) else 1
+
     def step(self) -> EngineCoreOutputs:
-        """Schedule, execute, update, report: advance every scheduled sequence.
+        """Schedule and launch steps until enough are in flight; then wait for the oldest, update, report.
 
         If the model fails, the requests of the step finish with an error, and the others go on. After Ctrl-C in the model, the next
         step reports the requests that it ended.
         """
-        scheduled = self.schedule()
-        if scheduled is None:
-            return self.report()
+        self.has_failed = False
+        while len(self._in_flight) < self.max_concurrent_batches and (scheduled := self.schedule()) is not None:
+            try:
+                self._in_flight.append((scheduled, self.launch(scheduled)))
+            except BaseException as error:
+                self._fail_step(scheduled, error)
+        return self.report(self._finish_oldest() if self._in_flight else None)
+
+    def _finish_oldest(self) -> float | None:
+        """Wait for the oldest step in flight, and update. Returns when the model had finished; None if it failed."""
+        scheduled, pending = self._in_flight.popleft()
         try:
-            results = self.collect(scheduled, self.launch(scheduled))
+            results = self.collect(scheduled, pending)
         except BaseException as error:
             self._fail_step(scheduled, error)
-            return self.report()
+            return None
         now = self.clock()
         self.update(scheduled, results, now)
-        return self.report(now)
+        return now
+
+    def finish_surplus_steps(self) -> None:
+        """If no request is left, wait for the steps that are still in flight. Nobody needs their results."""
+        while self._in_flight and not self.scheduler.has_unfinished_requests():
+            self._finish_oldest()
 
     def schedule(self) -> SchedulerOutput | None:
-        """Decide the next step. None if there is nothing to compute now, or something to report first."""
-        self.has_failed = False
+        """Decide the next step. None if there is nothing to compute now, or something to collect or report first."""
         if self.structured_outputs.compiling:
             self._schedule_compiled()
         if self._outputs:
@@ -220,6 +239,8 @@ class EngineCore:
         start = self.clock()
         scheduled = self.scheduler.schedule()
         if not scheduled.scheduled and not scheduled.preempted:
+            if self._in_flight:  # everybody waits for their results
+                return None
             self._check_idle()
             if self.structured_outputs.compiling:
                 self.structured_outputs.wait()
@@ -235,11 +256,18 @@ class EngineCore:
         return scheduled
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
-        """Hand a step to the executor, which computes it when `collect` asks for the results."""
-        return partial(self.executor.execute_model, scheduled.to_request())
+        """Hand a step to the executor, which computes it in the background, or when `collect` asks for the results."""
+        pending = self.executor.launch_model(scheduled.to_request())
+        if isinstance(self.scheduler, AsyncScheduler):
+            self.scheduler.advance(scheduled)
+        if self._recorder is not None:
+            self._recorder.launch_step(scheduled, self.clock())
+        return pending
 
     def collect(self, scheduled: SchedulerOutput, pending: PendingStep) -> list[SequenceOutput]:
         """Wait for the results of a step."""
+        if self._recorder is not None:
+            self._recorder.await_step(scheduled, self.clock())
         results = pending()
         if len(results) != len(scheduled.scheduled):
             raise RuntimeError(f"the executor returned {len(results)} results for {len(scheduled.scheduled)} sequences")
@@ -247,9 +275,9 @@ class EngineCore:
 
     def update(self, scheduled: SchedulerOutput, results: list[SequenceOutput], now: float) -> None:
         """Hand a step's results, which came at time `now`, to the scheduler, and note what they add to each request for `report`."""
-        advanced = self.scheduler.update(scheduled, results)
         step = list(zip(scheduled.scheduled, results, strict=True))
-        errors = {item.seq.request: result.error for item, result in step if result.error is not None}
+        errors = {item.seq.request: result.error for item, result in step if result.error is not None and not item.seq.finished}
+        advanced = self.scheduler.update(scheduled, results)
         for request in errors:
             self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
         new_tokens: dict[Request, list[NewTokens]] = {}
@@ -263,7 +291,7 @@ class EngineCore:
         prompt_logprobs = {}
         for item, result in step:
             request = item.seq.request
-            if result.prompt_logprobs and (request in new_tokens or request.request_id in self.scheduler.requests):
+            if result.prompt_logprobs and (request in new_tokens or self.scheduler.requests.get(request.request_id) is request):
                 new_tokens.setdefault(request, [])  # none after a chunk in the middle of the prompt
                 prompt_logprobs[request] = result.prompt_logprobs
         for request, sequences in new_tokens.items():
@@ -274,7 +302,7 @@ class EngineCore:
             self._outputs.append(output)
         if self._recorder is not None:
             requests = dict.fromkeys(seq.request for seq, _ in advanced)
-            self._recorder.end_step(scheduled, requests, now, self.executor.take_timing(), results)
+            self._recorder.end_step(scheduled, requests, now, self.executor.take_timing(), {i for _, i in advanced})
 
     def _take_new_tokens(self, seq: Sequence, parent: Sequence, result: SequenceOutput) -> NewTokens:
         """A sequence's new tokens. A result has one for each sibling forked from `parent`; or, with drafts, several for one sequence."""
@@ -315,11 +343,12 @@ class EngineCore:
         """
         if isinstance(error, EngineDeadError):
             raise error
-        if isinstance(error, Exception):
-            self.has_failed = True
-            logger.exception("The model failed in a step of %d sequences; their requests finish.", len(scheduled.scheduled))
         sequences = [*(item.seq for item in scheduled.scheduled), *scheduled.preempted, *scheduled.swapped_in]
-        requests, now, cause = dict.fromkeys(seq.request for seq in sequences), self.clock(), f"{type(error).__name__}: {error}"
+        requests = dict.fromkeys(seq.request for seq in sequences if not seq.finished)
+        if isinstance(error, Exception):
+            self.has_failed = self.has_failed or bool(requests)  # there is none if an earlier step has failed
+            logger.exception("The model failed in a step of %d sequences; their requests finish.", len(scheduled.scheduled))
+        now, cause = self.clock(), f"{type(error).__name__}: {error}"
         for request in requests:
             unfinished = [seq for seq in request.sequences if not seq.finished]
             self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)

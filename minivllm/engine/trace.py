@@ -7,9 +7,7 @@ refers to a live engine.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple, overload
 
 import msgspec
 
-from minivllm.config import SchedulerConfig
+from minivllm.engine.trace_check import check_trace
 from minivllm.errors import ConfigError
-from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 from minivllm.scheduler_output import Phase, RankTiming
 
 VERSION = 1
@@ -110,7 +107,7 @@ class StepRecord:
     Queues, tables and counts are those after scheduling, before the new tokens were appended.
 
     Attributes:
-        start, end: When scheduling began, and when the model had finished, in seconds of the engine's clock.
+        start, end: When scheduling began, and when the model had finished, in seconds of the engine's clock. Steps in flight overlap.
         phase: "prefill", "decode", "mixed", or "idle" where it only preempted.
         scheduled: What was computed, in the order of the batch.
         preempted, swapped_in: Sequences that lost their blocks, and those swapped back in.
@@ -128,6 +125,7 @@ class StepRecord:
         blocks_to_swap_out, blocks_to_swap_in: (device, host) and (host, device) pairs, copied likewise.
         error: Why the model failed, if it did.
         ranks: How each of several workers spent the step; empty if there is only one.
+        launched, awaited: When it was handed to the executor, and when the core began to wait for its results; None if not known.
     """
 
     start: Seconds
@@ -154,6 +152,8 @@ class StepRecord:
     blocks_to_swap_in: list[tuple[Count, Count]] = field(default_factory=list)
     error: str | None = None
     ranks: list[RankTiming] = field(default_factory=list)
+    launched: Seconds | None = None
+    awaited: Seconds | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -313,7 +313,7 @@ class EngineTrace:
             for item in content["steps"]:
                 before = _step_from_json(item, before)
                 trace.steps.append(before)
-            _check(trace)
+            check_trace(trace)
         except KeyError as error:
             raise ConfigError(f"It is a damaged trace: {error} is missing. Record it again.") from None
         except (AttributeError, TypeError, ValueError) as error:  # msgspec.ValidationError is a ValueError
@@ -343,7 +343,7 @@ def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]
             old_blocks = before.cached_blocks if before else frozenset()
             value = [sorted(value - old_blocks), sorted(old_blocks - value)]
             value = value if any(value) else []
-        if value or value == 0:
+        if value or value == 0 or item.name == "scheduled":
             content[item.name] = value
     return content
 
@@ -364,37 +364,3 @@ def _step_from_json(content: dict[str, Any], before: StepRecord | None) -> StepR
     old_blocks = before.cached_blocks if before else frozenset()
     fields["cached_blocks"] = (old_blocks | frozenset(added)) - frozenset(gone) if added or gone else old_blocks
     return msgspec.convert(fields, StepRecord)
-
-
-def _check(trace: EngineTrace) -> None:
-    """Raise a ValueError if blocks, requests or times are inconsistent."""
-    config, now = trace.config, -math.inf
-    msgspec.convert(config.scheduler_config, SchedulerConfig)
-    for request in trace.requests.values():
-        params = {name: value for name, value in request.params.items() if name != "logit_bias"}
-        if "structured_outputs" in params:
-            params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
-        SamplingParams(**params)
-        if not request.request_id.isprintable():
-            raise ValueError(f"request {request.request_id!r} has an id that cannot be printed")
-        if len(request.finish_reasons) not in (0, len(request.output_token_ids)):
-            raise ValueError(f"request {request.request_id!r} has not as many finish reasons as sequences")
-    if config.block_size < 1 or config.num_gpu_blocks < 1:
-        raise ValueError("a cache without blocks")
-    for number, step in enumerate(trace):
-        if not now <= step.start <= step.end:
-            raise ValueError(f"step {number} starts before the last one ends, or ends before it starts")
-        now = step.end
-        for rank in step.ranks:
-            moments = [rank.start, *itertools.chain.from_iterable(rank.communication), rank.end]
-            if moments != sorted(moments) or not all(map(math.isfinite, moments)):
-                raise ValueError(f"step {number} has a rank whose times are not in order")
-        named = {*step.arrived, *step.aborted, *(key.request_id for key in (*step.block_tables, *step.swapped_tables))}
-        for items in (step.scheduled, step.preempted, step.finished, step.swapped_in):
-            named.update(item.request_id for item in items)
-        if not named <= trace.requests.keys():
-            raise ValueError(f"step {number} names an unknown request {min(named - trace.requests.keys())!r}")
-        gpu_blocks = (*step.block_tables.values(), step.ref_counts, step.cached_blocks, *step.blocks_to_copy)
-        for tables, num_blocks in ((gpu_blocks, config.num_gpu_blocks), (step.swapped_tables.values(), config.num_cpu_blocks)):
-            if max(itertools.chain.from_iterable(tables), default=-1) >= num_blocks:
-                raise ValueError(f"step {number} has a block id beyond the {num_blocks} blocks of the cache")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from minivllm.engine.trace import (
 )
 from minivllm.request import Request, Sequence, SequenceStatus
 from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
-from minivllm.scheduler_output import RankTiming, ScheduledSequence, SchedulerOutput, SequenceOutput
+from minivllm.scheduler_output import RankTiming, ScheduledSequence, SchedulerOutput
 
 _NOT_RECORDED = ("output_kind", "logits_processors")
 
@@ -90,8 +90,8 @@ class TraceRecorder:
                 num_cached_blocks=len(self._cached_blocks()),
             )
         )
-        self._pending: deque[tuple[SchedulerOutput, StepRecord]] = deque()
-        """The steps that have been scheduled and not yet computed, with their records."""
+        self._pending: dict[int, tuple[SchedulerOutput, StepRecord]] = {}
+        """The steps in flight, with their records, by `id()`."""
         self._arrived: list[str] = []
         self._aborted: list[str] = []
         self._takes_snapshots = False
@@ -185,7 +185,17 @@ class TraceRecorder:
             record.preempted.append(Preemption(*self._key(seq), mode))
         if record.num_swapped:
             record.swapped_tables = {self._key(seq): tuple(manager.swapped_tables[seq.seq_id]) for seq in scheduler.swapped}
-        self._pending.append((output, record))
+        self._pending[id(output)] = output, record
+
+    def launch_step(self, output: SchedulerOutput, now: float) -> None:
+        """A step has been handed to the executor."""
+        if id(output) in self._pending:
+            self._pending[id(output)][1].launched = now
+
+    def await_step(self, output: SchedulerOutput, now: float) -> None:
+        """The core begins to wait for a step's results."""
+        if id(output) in self._pending:
+            self._pending[id(output)][1].awaited = now
 
     def end_step(
         self,
@@ -193,44 +203,49 @@ class TraceRecorder:
         requests: Iterable[Request],
         end: float,
         ranks: list[RankTiming],
-        results: list[SequenceOutput] | None = None,
+        advanced: Collection[int] = (),
         error: str | None = None,
     ) -> None:
-        """The tokens of a step have been appended, or it has failed. A step before it that did not come so far is not recorded.
+        """The tokens of a step have been appended, or it has failed. A step that was launched before the trace began is not recorded.
 
         Args:
             output: The step.
             requests: The requests that got tokens or finished.
             end: When the model had finished.
             ranks: How each of several workers spent it.
-            results: The model's, or None if there is an `error`.
+            advanced: Which of `output.scheduled` got tokens.
+            error: Why it failed, if it did.
         """
-        begun, record = self._pending.popleft()
-        while begun is not output:
-            begun, record = self._pending.popleft()
+        _, record = self._pending.pop(id(output), (output, None))
+        self._end_requests(requests, self._stopped if record is None else record.finished)
+        if record is None:
+            return
         record.end, record.ranks, record.error = end, ranks, error
         for i, item in enumerate(output.scheduled):
             part, num_drafts = record.scheduled[i], len(item.draft_token_ids)
             if num_drafts:
                 num_tokens_before = part.context_len - num_drafts
-                num_new = item.seq.num_tokens - num_tokens_before
+                num_new = item.seq.num_tokens - num_tokens_before if i in advanced else 0
                 record.scheduled[i] = part._replace(
                     context_len=num_tokens_before + max(0, num_new - 1),
                     num_new_tokens=num_new,
                     num_drafts=num_drafts,
                     num_accepted=max(0, num_new - 1),
                 )
-            elif results is None or not results[i].token_ids:
+            elif i not in advanced:
                 record.scheduled[i] = part._replace(num_new_tokens=0)
+        self.trace.steps.append(record)
+
+    def _end_requests(self, requests: Iterable[Request], finished: list[Finish]) -> None:
+        """Note what a step has done to requests, and add the sequences that finished to a list."""
         for request in requests:
             for seq in request.sequences:
                 if seq.finished and (key := self._key(seq)) not in self._finished:
                     self._finished.add(key)
-                    record.finished.append(Finish(*key, seq.finish_reason or ""))
+                    finished.append(Finish(*key, seq.finish_reason or ""))
             self._update_request(request)
             if request.finished:
                 self._finish_request(request)
-        self.trace.steps.append(record)
 
     def _cached_blocks(self) -> frozenset[int]:
         return self._block_manager.get_cached_blocks() if self._knows_pools else frozenset()

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceOutput
+
+PendingStep = Callable[[], list[SequenceOutput]]
+"""A step that was launched. Calling it waits for the results."""
 
 
 class Executor(ABC):
@@ -17,6 +21,8 @@ class Executor(ABC):
 
     in_process = False
     """Whether the model runs in this process."""
+    max_concurrent_batches = 1
+    """How many steps may be in flight: launched, and not collected yet."""
 
     @abstractmethod
     def determine_num_available_blocks(self) -> tuple[int, int]:
@@ -29,6 +35,14 @@ class Executor(ABC):
     @abstractmethod
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         """Run a step: one output for each of `request.sequences`, in the same order."""
+
+    def launch_model(self, request: ExecuteModelRequest) -> PendingStep:
+        """Begin a step. It runs after those launched before, and its failure is raised by the function that is returned.
+
+        The request's block tables change once this returns. Here the step is computed when its results are asked for, which is as good where
+        only one is in flight; vLLM's name for this is `execute_model(..., non_block=True)`.
+        """
+        return partial(self.execute_model, request)
 
     def record_timing(self, on: bool) -> None:
         """Whether to record how each of several workers spends a step, for `take_timing`."""

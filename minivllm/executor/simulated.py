@@ -16,7 +16,7 @@ import msgspec
 
 from minivllm.config import check_at_least
 from minivllm.errors import ConfigError
-from minivllm.executor.base import Executor
+from minivllm.executor.base import Executor, PendingStep
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, SequenceOutput
 
 
@@ -117,11 +117,14 @@ class SimulatedExecutor(Executor):
 
     Tokens depend only on the request's seed and their position: finish requests by `max_tokens`, with `ignore_eos`.
 
+    With several steps in flight, the device runs beside the host: it begins a step when it has been launched and the step before has ended.
+
     Args:
         clock: The engine's.
         cost_model: Seconds of a step.
         num_gpu_blocks, num_cpu_blocks: Size of the simulated cache.
         vocab_size: Token ids are below this.
+        max_concurrent_batches: How many steps may be in flight.
     """
 
     def __init__(
@@ -131,13 +134,18 @@ class SimulatedExecutor(Executor):
         num_gpu_blocks: int,
         num_cpu_blocks: int = 0,
         vocab_size: int = 50_000,
+        max_concurrent_batches: int = 1,
     ) -> None:
         check_at_least("num_gpu_blocks", num_gpu_blocks, 1)
         check_at_least("num_cpu_blocks", num_cpu_blocks, 0)
+        check_at_least("max_concurrent_batches", max_concurrent_batches, 1)
         self.clock = clock
         self.cost_model = cost_model
         self.watch: Callable[[float], None] | None = None
         """Called in each step with its duration, before the clock advances."""
+        self.max_concurrent_batches = max_concurrent_batches
+        self._busy_until = -math.inf
+        """When the device will have finished all that was launched."""
         self._num_blocks = (num_gpu_blocks, num_cpu_blocks)
         self._vocab_size = vocab_size
 
@@ -148,13 +156,36 @@ class SimulatedExecutor(Executor):
         """There is no memory to allocate."""
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
+        seconds = self._cost(request)
+        if self.watch is not None:
+            self.watch(seconds)
+        self.clock.advance(seconds)
+        return self._outputs(request)
+
+    def launch_model(self, request: ExecuteModelRequest) -> PendingStep:
+        if self.max_concurrent_batches == 1:
+            return super().launch_model(request)
+        seconds = self._cost(request)
+        end = self._busy_until = max(self._busy_until, self.clock()) + seconds
+        outputs = self._outputs(request)
+
+        def finish() -> list[SequenceOutput]:
+            if self.watch is not None:
+                self.watch(seconds)
+            self.clock.advance_to(end)
+            return outputs
+
+        return finish
+
+    def _cost(self, request: ExecuteModelRequest) -> float:
+        """Seconds of a step."""
         parts = ((seq.is_decode, seq.num_tokens, seq.num_computed_tokens + seq.num_tokens) for seq in request.sequences)
         seconds = self.cost_model(count_work(parts))
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"The cost model returned {seconds} seconds for a step, but must return a finite number >= 0.")
-        if self.watch is not None:
-            self.watch(seconds)
-        self.clock.advance(seconds)
+        return seconds
+
+    def _outputs(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         return [SequenceOutput(self._tokens(seq)) if seq.num_samples else SequenceOutput() for seq in request.sequences]
 
     def _tokens(self, seq: SequenceData) -> list[int]:

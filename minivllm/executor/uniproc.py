@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from minivllm.executor.base import Executor
+from minivllm.executor.base import Executor, PendingStep
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 from minivllm.worker.worker import Worker
 
@@ -22,6 +23,7 @@ class UniProcExecutor(Executor):
         scheduler_config: SchedulerConfig,
         worker_config: WorkerConfig,
     ) -> None:
+        self.max_concurrent_batches = 2 if scheduler_config.async_scheduling else 1
         self.worker = Worker(model_config, cache_config, scheduler_config, worker_config)
         self.worker.load_model()
 
@@ -34,5 +36,18 @@ class UniProcExecutor(Executor):
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         return self.worker.execute_model(request)
 
+    def launch_model(self, request: ExecuteModelRequest) -> PendingStep:
+        """Begin a step: a GPU computes it in the background, a CPU here and now."""
+        if self.max_concurrent_batches == 1:
+            return partial(self.execute_model, request)
+        try:
+            return self.worker.launch_model(request)
+        except Exception as error:
+            return partial(_raise, error)  # when its turn comes
+
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -46,9 +46,13 @@ def replay(
         The trace of the replay.
 
     Raises:
-        ConfigError: The trace began too late, or its scheduler is unknown.
+        ConfigError: The trace began too late, its scheduler is unknown, or steps were in flight together.
     """
     config = trace.config
+    if config.scheduler_config.get("async_scheduling"):
+        raise ConfigError(
+            "The trace has several steps in flight, which cannot be replayed: record it with async_scheduling=False."
+        )
     scheduler = scheduler_cls or KNOWN_SCHEDULERS.get(config.scheduler)
     if scheduler is None:
         raise ConfigError(f"The trace was recorded with {config.scheduler}: give that class as scheduler_cls.")
@@ -101,7 +105,7 @@ def first_difference(recorded: EngineTrace, replayed: EngineTrace) -> str | None
     for number, (step, other) in enumerate(zip(recorded, replayed, strict=False)):
         for item in dataclasses.fields(StepRecord):
             ours, theirs = getattr(step, item.name), getattr(other, item.name)
-            if item.name not in ("start", "end", "error") and ours != theirs:
+            if item.name not in ("start", "launched", "awaited", "end", "error") and ours != theirs:
                 return f"step {number}, {item.name}: {ours} is recorded, {theirs} is replayed"
     if len(recorded) != len(replayed):
         return f"{len(recorded)} steps are recorded, {len(replayed)} are replayed"

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from minivllm.layers.attention import AttentionMetadata
-
-_ALIGNMENT = 16
 
 
 @dataclass
@@ -63,25 +59,3 @@ class BlockTables:
             larger[:rows, :columns] = self._array
             self._array = larger
             self._written += [[] for _ in range(len(larger) - rows)]
-
-
-def to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on the device. A GPU gets them in one copy, for which the host does not wait."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    return packed(arrays, device, pin_memory=device.type == "cuda")
-
-
-def packed(arrays: list[np.ndarray], device: torch.device, pin_memory: bool) -> list[Tensor]:
-    """The arrays as parts of one buffer on the device. Pinned memory of the host is not used anew before the copy is done: torch sees to that."""
-    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
-    starts = list(accumulate(sizes, initial=0))
-    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pin_memory)
-    host = buffer.numpy()
-    for array, start in zip(arrays, starts, strict=False):
-        host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    parts = buffer.to(device, non_blocking=True)
-    return [
-        parts[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, start in zip(arrays, starts, strict=False)
-    ]

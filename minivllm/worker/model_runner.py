@@ -5,6 +5,7 @@ There is one code path for prefill, decode and mixed steps: each sequence brings
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 
@@ -18,17 +19,32 @@ from minivllm.models.base import CausalLM
 from minivllm.outputs import Logprob
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import SequenceData, SequenceOutput
+from minivllm.scheduler_output import PLACEHOLDER, SequenceData, SequenceOutput
 from minivllm.worker.cuda_graphs import DecodeGraphs
-from minivllm.worker.model_input import BlockTables, ModelInput, to_device
-from minivllm.worker.sampler import SampledToken, Sampler, SamplingRow, can_choose_in_parts, choose_in_part, top_logprobs
+from minivllm.worker.logprobs import top_logprobs
+from minivllm.worker.model_input import BlockTables, ModelInput
+from minivllm.worker.sampler import (
+    PendingTokens,
+    SampledToken,
+    Sampler,
+    SamplingRow,
+    can_choose_in_parts,
+    choose_in_part,
+)
+from minivllm.worker.transfer import RecentTokens, arrays_to_device, to_device
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of prompt logits computed at a time: the logits of a long prompt at once would take gigabytes."""
 
 
 class ModelRunner:
-    """Turns scheduled sequences into new tokens, with a model of `minivllm.models` that has its weights."""
+    """Turns scheduled sequences into new tokens, with a model of `minivllm.models` that has its weights.
+
+    Attributes:
+        recent_tokens: What placeholders in the input stand for. None if a step is launched only when all tokens before it are known.
+    """
+
+    recent_tokens: RecentTokens | None = None
 
     def __init__(
         self, model: CausalLM, block_size: int, max_model_len: int, device: torch.device, sampler: Sampler | None = None
@@ -59,16 +75,20 @@ class ModelRunner:
         total = int(query_start_loc[-1])
         input_ids = np.fromiter(chain.from_iterable(seq.token_ids for seq in sequences), np.int64, total)
         owners = np.repeat(np.arange(num_seqs), num_tokens)  # of each token, its sequence
+        placeholders = {sequences[owners[row]].seq_id: int(row) for row in np.flatnonzero(input_ids == PLACEHOLDER)}
+        input_ids[input_ids == PLACEHOLDER] = 0
         positions = np.arange(total) + (starts - query_start_loc[:-1])[owners]
         blocks = block_tables[owners, positions // block_size].astype(np.int64)
         slot_mapping = blocks * block_size + positions % block_size
-        ids, places, slots, tables, lens, locs = to_device(
+        ids, places, slots, tables, lens, locs = arrays_to_device(
             [input_ids, positions, slot_mapping, block_tables, context_lens.astype(np.int32), query_start_loc.astype(np.int32)],
             self.device,
         )
         metadata = AttentionMetadata(
             is_decode=total == num_seqs, slot_mapping=slots, block_tables=tables, context_lens=lens, query_start_loc=locs
         )
+        if placeholders and self.recent_tokens is not None:
+            self.recent_tokens.fill_in(ids, placeholders)
         ends = zip(sequences, query_start_loc[1:].tolist(), strict=True)
         sampled_rows = [row for seq, end in ends if seq.num_samples for row in range(end - 1 - seq.num_drafts, end)]
         return ModelInput(ids, places, metadata, sampled_rows)
@@ -113,6 +133,11 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> list[SequenceOutput]:
         """Run a step: one output for each sequence, in order. With several ranks, only rank 0 has logits to sample from."""
+        return self.launch_model(sequences, kv_caches)()
+
+    @torch.inference_mode()
+    def launch_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> Callable[[], list[SequenceOutput]]:
+        """`execute_model`, in two parts: a GPU gets its work, and the function that is returned waits for the results."""
         inputs = self.prepare_inputs(sequences, num_blocks=kv_caches[0][0].shape[0])
         if self.graphs is not None and self.graphs.can_run(inputs):
             hidden = self.graphs.run(inputs)
@@ -123,13 +148,21 @@ class ModelRunner:
             hidden_rows = hidden.index_select(0, self._tensor(inputs.sampled_rows))
         else:
             hidden_rows = hidden  # all of them, in order
-        outputs = self._sample(sequences, hidden_rows)
+        finish_sampling = self._sample(sequences, hidden_rows)
+        prompt_logprobs: dict[int, dict[int, dict[int, Logprob]]] = {}
         start = 0
-        for seq, output in zip(sequences, outputs, strict=True):
+        for i, seq in enumerate(sequences):
             if seq.request.sampling_params.prompt_logprobs is not None:
-                output.prompt_logprobs = self._prompt_logprobs(seq, hidden[start : start + seq.num_tokens])
+                prompt_logprobs[i] = self._prompt_logprobs(seq, hidden[start : start + seq.num_tokens])
             start += seq.num_tokens
-        return outputs
+
+        def finish() -> list[SequenceOutput]:
+            outputs = finish_sampling()
+            for i, logprobs in prompt_logprobs.items():
+                outputs[i].prompt_logprobs = logprobs
+            return outputs
+
+        return finish
 
     @torch.inference_mode()
     def profile_run(self, num_tokens: int, num_seqs: int, kv_caches: list[KVCache]) -> None:
@@ -147,10 +180,10 @@ class ModelRunner:
             )
         self.execute_model(sequences, kv_caches)
 
-    def _sample(self, sequences: list[SequenceData], hidden: Tensor) -> list[SequenceOutput]:
+    def _sample(self, sequences: list[SequenceData], hidden: Tensor) -> Callable[[], list[SequenceOutput]]:
         """Sample a token for every sequence that needs one, one more for each sibling forked now, and one after each draft.
 
-        `hidden` has a row for each prediction: the last tokens of sequences, and their drafts.
+        `hidden` has a row for each prediction: the last tokens of sequences, and their drafts. Returns a function that waits for the tokens.
         """
         outputs = [SequenceOutput() for _ in sequences]
         rows: list[SamplingRow] = []
@@ -164,25 +197,45 @@ class ModelRunner:
                 hidden_rows.append(hidden_row)
                 owners.append(output)
         chosen = self._choose(hidden, rows, hidden_rows) if rows else None
-        if chosen is None:
-            return outputs
-        for row, owner, token in zip(rows, owners, chosen, strict=True):
-            owner.token_ids.append(token.token_id)
-            owner.error = owner.error or row.error
-            if token.logprobs is not None:
-                owner.logprobs = [*(owner.logprobs or []), token.logprobs]
-        return outputs
 
-    def _choose(self, hidden: Tensor, rows: list[SamplingRow], hidden_rows: list[int]) -> list[SampledToken] | None:
+        def finish() -> list[SequenceOutput]:
+            if chosen is None:
+                return outputs
+            tokens = chosen.wait() if isinstance(chosen, PendingTokens) else chosen
+            for row, owner, token in zip(rows, owners, tokens, strict=True):
+                owner.token_ids.append(token.token_id)
+                owner.error = owner.error or row.error
+                if token.logprobs is not None:
+                    owner.logprobs = [*(owner.logprobs or []), token.logprobs]
+            return outputs
+
+        return finish
+
+    def _choose(
+        self, hidden: Tensor, rows: list[SamplingRow], hidden_rows: list[int]
+    ) -> PendingTokens | list[SampledToken] | None:
         """A token for each row; `hidden_rows` says which of `hidden` it is drawn from. None on ranks that do not sample."""
         is_repeated = len(rows) > len(hidden)
         if self.model.choose is not None and type(self.sampler) is Sampler and can_choose_in_parts(rows):
             token_ids = self.model.choose(hidden[hidden_rows] if is_repeated else hidden, partial(choose_in_part, rows))
-            return None if token_ids is None else [SampledToken(token_id) for token_id in token_ids.tolist()]
+            return None if token_ids is None else self._remember(rows, PendingTokens(token_ids))
         logits = self.model.compute_logits(hidden)
         if logits is None:
             return None
-        return self.sampler.sample(logits[hidden_rows] if is_repeated else logits, rows)
+        logits = logits[hidden_rows] if is_repeated else logits
+        if self.recent_tokens is None:
+            return self.sampler.sample(logits, rows)
+        if type(self.sampler) is Sampler:
+            return self._remember(rows, self.sampler.launch(logits, rows))
+        tokens = self.sampler.sample(logits, rows)
+        self._remember(rows, PendingTokens(self._tensor([token.token_id for token in tokens])))
+        return tokens
+
+    def _remember(self, rows: list[SamplingRow], tokens: PendingTokens) -> PendingTokens:
+        """Keep a step's tokens on the device for placeholders in the next steps."""
+        if self.recent_tokens is not None:
+            self.recent_tokens.add({row.seq.seq_id: i for i, row in enumerate(rows)}, tokens.token_ids)
+        return tokens
 
     def _prompt_logprobs(self, seq: SequenceData, hidden: Tensor) -> dict[int, dict[int, Logprob]]:
         """Log-probabilities of the prompt tokens that follow the computed ones, by their position in the prompt."""
@@ -199,4 +252,6 @@ class ModelRunner:
         return result
 
     def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+        if self.device.type == "cpu":  # nothing to transfer
+            return torch.tensor(values, dtype=dtype)
+        return to_device(values, self.device, dtype)

@@ -24,6 +24,8 @@ from minivllm.kernels.ops import Ops, load_platform_kernels
 from minivllm.outputs import Logprob
 from minivllm.sampling_params import SamplingParams, num_parameters
 from minivllm.scheduler_output import SequenceData
+from minivllm.worker.logprobs import LogprobTensors, launch_logprobs
+from minivllm.worker.transfer import HostCopy, to_device
 
 MIN_LOGIT = float("-inf")
 TOP_P_CANDIDATES = 1024
@@ -69,8 +71,27 @@ class SampledToken:
     logprobs: dict[int, Logprob] | None = None
 
 
+class PendingTokens:
+    """Tokens that are being sampled, and log-probabilities of the rows that want some.
+
+    Attributes:
+        token_ids: `[rows]`, on the device.
+    """
+
+    def __init__(self, token_ids: Tensor, logprobs: dict[int, LogprobTensors] | None = None) -> None:
+        self.token_ids = token_ids
+        self._logprobs = logprobs or {}
+        self._copy = HostCopy(token_ids)
+
+    def wait(self) -> list[SampledToken]:
+        """The tokens, once the device has sampled them."""
+        token_ids = self._copy.wait()[0].tolist()
+        logprobs = {row: tensors.entries(token_ids[row : row + 1])[0] for row, tensors in self._logprobs.items()}
+        return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+
+
 class Sampler:
-    """Chooses the next tokens. `LLM(sampler_cls=...)` takes another class with this method."""
+    """Chooses the next tokens. `LLM(sampler_cls=...)` takes another class with the method `sample`."""
 
     def sample(self, logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
         """Choose one token for each row.
@@ -79,19 +100,24 @@ class Sampler:
             logits: `[len(rows), vocab_size]`, any float dtype; not changed.
             rows: What each row is for.
         """
+        return self.launch(logits, rows).wait()
+
+    def launch(self, logits: Tensor, rows: list[SamplingRow]) -> PendingTokens:
+        """`sample`, without waiting for a device that computes beside the host."""
         logits = logits.float()
         processed = adjust_logits(logits, rows)
         token_ids = argmax(processed)
         random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
         if random_rows:
-            params = [rows[i].params for i in random_rows]
-            token_ids[random_rows] = draw(filter_logits(processed[random_rows], params), [rows[i] for i in random_rows])
-        chosen = token_ids.tolist()
-        logprobs: list[dict[int, Logprob] | None] = [None] * len(rows)
-        for i, row in enumerate(rows):
-            if row.params.logprobs is not None:
-                logprobs[i] = top_logprobs(logits[i : i + 1], [chosen[i]], row.params.logprobs)[0]
-        return [SampledToken(token_id, logprob) for token_id, logprob in zip(chosen, logprobs, strict=True)]
+            indices, drawn = to_device(random_rows, logits.device), [rows[i] for i in random_rows]
+            filtered = filter_logits(processed.index_select(0, indices), [row.params for row in drawn])
+            token_ids.index_copy_(0, indices, draw(filtered, drawn))
+        logprobs = {
+            i: launch_logprobs(logits[i : i + 1], token_ids[i : i + 1], row.params.logprobs)
+            for i, row in enumerate(rows)
+            if row.params.logprobs is not None
+        }
+        return PendingTokens(token_ids, logprobs)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -220,7 +246,7 @@ def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """Temperature, then min-p, top-k and top-p. What a filter removes becomes minus infinity."""
 
     def column(values: list[Any]) -> Tensor:
-        return torch.tensor(values, device=logits.device).unsqueeze(1)
+        return to_device(values, logits.device).unsqueeze(1)
 
     logits = apply_temperature(logits, column([p.temperature for p in params]))
     if any(p.min_p > 0 for p in params):
@@ -228,7 +254,7 @@ def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     vocab_size = logits.shape[-1]
     top_ks = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
     if min(top_ks) < vocab_size:
-        logits = apply_top_k(logits, column(top_ks))
+        logits = apply_top_k(logits, column(top_ks), max(k for k in top_ks if k < vocab_size))
     if any(p.top_p < 1 for p in params):
         logits = apply_top_p(logits, column([p.top_p for p in params]))
     return logits
@@ -245,9 +271,13 @@ def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     return logits.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), MIN_LOGIT)
 
 
-def apply_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    """Keep the `top_k` (`[rows, 1]`, at least 1) largest logits, and what ties with the last of them."""
-    largest = logits.topk(int(top_k[top_k < logits.shape[-1]].max()), dim=-1).values
+def apply_top_k(logits: Tensor, top_k: Tensor, highest: int | None = None) -> Tensor:
+    """Keep the `top_k` (`[rows, 1]`, at least 1) largest logits, and what ties with the last of them.
+
+    `highest` is the highest `top_k` below the size of the vocabulary: a caller that knows it spares a wait for the device.
+    """
+    highest = highest or int(top_k[top_k < logits.shape[-1]].max())
+    largest = logits.topk(highest, dim=-1).values
     last_kept = largest.gather(-1, top_k.clamp(max=largest.shape[-1]) - 1)
     unlimited = top_k >= logits.shape[-1]
     return logits.masked_fill((logits < last_kept) & ~unlimited, MIN_LOGIT)
@@ -297,37 +327,13 @@ def exponential_noise(keys: list[int], vocab_size: int, device: torch.device | s
     Each is a hash of its row's key and a token id, counted from `first`, so it is the same in any batch.
     """
     device = torch.device(device)
-    uniform = _load_ops(device).random_uniform(torch.tensor(keys, dtype=torch.int32, device=device), vocab_size, first)
+    uniform = _load_ops(device).random_uniform(to_device(keys, device, torch.int32), vocab_size, first)
     return uniform.neg_().log1p_().neg_()
 
 
 @functools.cache
 def _load_ops(device: torch.device) -> Ops:
     return Ops(load_platform_kernels(device), Checks.NONE)
-
-
-def top_logprobs(logits: Tensor, token_ids: list[int], num_logprobs: int) -> list[dict[int, Logprob]]:
-    """For each row, the log-probabilities of the `num_logprobs` most likely tokens and of `token_ids[row]`.
-
-    Args:
-        logits: `[rows, vocab_size]`, as the model gave them.
-        token_ids: The token that was chosen, or that stands in the prompt, for each row.
-        num_logprobs: How many of the most likely ones.
-    """
-    logprobs = logits.float().log_softmax(dim=-1)
-    chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
-    chosen_values = logprobs.gather(-1, chosen)
-    ranks = (logprobs > chosen_values).sum(dim=-1) + 1
-    values, indices = logprobs.topk(min(num_logprobs, logprobs.shape[-1]), dim=-1)
-    result = []
-    for token_id, value, rank, top_values, top_ids in zip(
-        token_ids, chosen_values.squeeze(1).tolist(), ranks.tolist(), values.tolist(), indices.tolist(), strict=True
-    ):
-        entry = {token_id: Logprob(value, rank)}
-        for position, (top_value, top_id) in enumerate(zip(top_values, top_ids, strict=True)):
-            entry.setdefault(top_id, Logprob(top_value, position + 1))
-        result.append(entry)
-    return result
 
 
 # -- where each rank has the logits of some tokens -------------------------------------------------------------------

@@ -6,6 +6,7 @@ Mirrors `vllm/v1/worker/gpu_worker.py`.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,7 @@ from minivllm.worker.cache_engine import CacheEngine
 from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.sampler import Sampler
+from minivllm.worker.transfer import RecentTokens
 
 CPU_PROFILE_TOKENS = 256
 CPU_PROFILE_SEQS = 16
@@ -29,6 +31,9 @@ CPU_PROFILE_SEQS = 16
 
 CPU_CACHE_LIMIT = 4 * 2**30
 """The default limit of the cache on a CPU, in bytes: a laptop runs other programs, too."""
+
+MAX_STEPS_BEFORE = 2
+"""With asynchronous scheduling, how many steps in flight before a step its placeholders may refer to."""
 
 
 class Worker:
@@ -81,6 +86,8 @@ class Worker:
                 weakref.finalize(self, vars(self.compiled_model.model).pop, "forward", None)
         block_size, max_model_len = self.cache_config.block_size, self.model_config.max_model_len
         self.model_runner = ModelRunner(model, block_size, max_model_len, self.device, self.sampler)
+        if self.scheduler_config.async_scheduling:
+            self.model_runner.recent_tokens = RecentTokens(MAX_STEPS_BEFORE)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """How many blocks fit on the device, and how many in the swap space on the host.
@@ -121,12 +128,22 @@ class Worker:
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         """Move blocks as the scheduler says, then run the step."""
-        self.cache_engine.swap_out(request.blocks_to_swap_out)
-        self.cache_engine.swap_in(request.blocks_to_swap_in)
-        self.cache_engine.copy(request.blocks_to_copy)
+        self._move_blocks(request)
         if not request.sequences:
             return []
         return self.model_runner.execute_model(request.sequences, self.cache_engine.gpu_cache)
+
+    def launch_model(self, request: ExecuteModelRequest) -> Callable[[], list[SequenceOutput]]:
+        """`execute_model`, in two parts: a GPU gets its work, and the function that is returned waits for the results."""
+        self._move_blocks(request)
+        if not request.sequences:
+            return list
+        return self.model_runner.launch_model(request.sequences, self.cache_engine.gpu_cache)
+
+    def _move_blocks(self, request: ExecuteModelRequest) -> None:
+        self.cache_engine.swap_out(request.blocks_to_swap_out)
+        self.cache_engine.swap_in(request.blocks_to_swap_in)
+        self.cache_engine.copy(request.blocks_to_copy)
 
     def describe_model(self) -> str:
         """How the model's layers run, in words."""

@@ -35,6 +35,7 @@ class Result:
     error: str | None = None
     tokens: list[list[int]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    logprobs: list[object] = field(default_factory=list)
 
 
 @st.composite
@@ -58,32 +59,39 @@ def jobs(draw, max_prompt: int, max_n: int) -> Job:
 
 
 @st.composite
-def workloads(draw, *, scheduler_cls=None, policy=None, with_failures=False):
-    """An engine with random limits, and random requests for it."""
+def engine_arguments(draw, *, scheduler_cls=None, policy=None):
+    """Random limits of a shadow engine."""
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     max_num_seqs = draw(st.integers(1, 8))
     chunked = draw(st.booleans())
     max_model_len = draw(st.integers(20, 60))
     low = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
-    engine, executor = shadow_engine(
-        num_gpu_blocks=draw(st.integers(3, 60)),
-        num_cpu_blocks=draw(st.sampled_from([0, 5, 50])),
-        block_size=block_size,
-        enable_prefix_caching=draw(st.booleans()),
-        watermark=draw(st.sampled_from([0.0, 0.01, 0.2])),
-        max_model_len=max_model_len,
-        scheduler_cls=scheduler_cls or draw(st.sampled_from([Scheduler, Scheduler, StaticBatchScheduler])),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=draw(st.integers(low, low + 40)),
-        policy=policy or draw(st.sampled_from(["fcfs", "priority"])),
-        enable_chunked_prefill=chunked,
-        preemption_mode=draw(st.sampled_from(["recompute", "swap"])),
-        num_speculative_tokens=draw(st.sampled_from([0, 0, 1, 3, 8])),
-        prompt_lookup_min=draw(st.sampled_from([1, 2])),
-    )
+    return {
+        "num_gpu_blocks": draw(st.integers(3, 60)),
+        "num_cpu_blocks": draw(st.sampled_from([0, 5, 50])),
+        "block_size": block_size,
+        "enable_prefix_caching": draw(st.booleans()),
+        "watermark": draw(st.sampled_from([0.0, 0.01, 0.2])),
+        "max_model_len": max_model_len,
+        "scheduler_cls": scheduler_cls or draw(st.sampled_from([Scheduler, Scheduler, StaticBatchScheduler])),
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": draw(st.integers(low, low + 40)),
+        "policy": policy or draw(st.sampled_from(["fcfs", "priority"])),
+        "enable_chunked_prefill": chunked,
+        "preemption_mode": draw(st.sampled_from(["recompute", "swap"])),
+        "num_speculative_tokens": draw(st.sampled_from([0, 0, 1, 3, 8])),
+        "prompt_lookup_min": draw(st.sampled_from([1, 2])),
+    }
+
+
+@st.composite
+def workloads(draw, *, scheduler_cls=None, policy=None, with_failures=False):
+    """An engine with random limits, and random requests for it."""
+    arguments = draw(engine_arguments(scheduler_cls=scheduler_cls, policy=policy))
+    engine, executor = shadow_engine(**arguments)
     if with_failures:
         executor.fail_at = draw(st.sets(st.integers(1, 40), max_size=3))
-    return engine, executor, draw(st.lists(jobs(40, max_num_seqs), min_size=1, max_size=12))
+    return engine, executor, draw(st.lists(jobs(40, arguments["max_num_seqs"]), min_size=1, max_size=12))
 
 
 def run(engine, workload: list[Job], after_step=lambda outputs: None) -> dict[str, Result]:
@@ -112,6 +120,7 @@ def run(engine, workload: list[Job], after_step=lambda outputs: None) -> dict[st
                 results[output.request_id].error = output.error
                 results[output.request_id].tokens = [c.token_ids for c in output.outputs]
                 results[output.request_id].reasons = [c.finish_reason for c in output.outputs]
+                results[output.request_id].logprobs = [c.logprobs for c in output.outputs]
         check_blocks(engine.scheduler)
         for seq in engine.scheduler.running:
             table = engine.block_manager.get_block_table(seq)

@@ -7,10 +7,11 @@ after copying, swapping, caching and chunking, and that attention and sampling d
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from test_invariants import Job, jobs, run
 from thread_ranks import engine_on_threads
@@ -18,7 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams, StaticBatchScheduler
 from minivllm.config import EngineArgs
+from minivllm.engine.llm_engine import LLMEngine
 from minivllm.request import Sequence
+from minivllm.worker.transfer import RecentTokens
 
 MAX_MODEL_LEN = 56
 
@@ -111,6 +114,35 @@ def test_tokens_are_the_same_alone_and_in_any_workload(tiny_folder, tokens_alone
         if result.error != "aborted":
             assert result.finished and result.error is None
             assert result.tokens == tokens_alone(job)
+
+
+@pytest.mark.slow
+@settings(max_examples=settings().max_examples // 5)
+@given(args=engine_arguments(), workload=st.lists(jobs(40, 2), min_size=2, max_size=8), num_in_flight=st.integers(2, 3))
+def test_tokens_are_the_same_with_several_steps_in_flight(tiny_folder, tokens_alone, args, workload, num_in_flight):
+    args |= {"scheduler_cls": None, "async_scheduling": True, "enforce_eager": True}
+    args["num_speculative_tokens"] = args["num_speculative_tokens"] if num_in_flight == 3 else 0
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(str(tiny_folder), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, **args)
+    )
+    engine.executor.max_concurrent_batches = num_in_flight
+    if args["num_speculative_tokens"]:
+        engine.scheduler.speculation.proposer = Seer({str(i): tokens_alone(job) for i, job in enumerate(workload)})
+    fill_in, num_placeholders = RecentTokens.fill_in, 0
+
+    def count_and_fill_in(recent, input_ids, placeholders):
+        nonlocal num_placeholders
+        num_placeholders += len(placeholders)
+        fill_in(recent, input_ids, placeholders)
+
+    with patch.object(RecentTokens, "fill_in", count_and_fill_in):
+        results = run(engine, workload)
+    event(f"placeholders: {num_placeholders > 0}")
+    for name, job in zip(results, workload, strict=True):
+        if results[name].error != "aborted":
+            assert results[name].finished and results[name].error is None
+            assert results[name].tokens == tokens_alone(job)
+    assert engine.block_manager.get_num_free_gpu_blocks() == engine.block_manager.num_gpu_blocks
 
 
 @pytest.mark.slow

@@ -15,9 +15,11 @@ from pathlib import Path
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.executor.base import Executor
+from minivllm.engine.tokenizer import Tokenizer
+from minivllm.executor.base import Executor, PendingStep
+from minivllm.outputs import Logprob
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import ExecuteModelRequest, SchedulerOutput, SequenceData, SequenceOutput
+from minivllm.scheduler_output import PLACEHOLDER, ExecuteModelRequest, SchedulerOutput, SequenceData, SequenceOutput
 from minivllm.worker.sampler import random_key
 
 VOCAB_SIZE = 50
@@ -65,9 +67,18 @@ class Violation(BaseException):
 
 
 class ShadowExecutor(Executor):
-    """Checks every read and write of the cache against what ought to be there, and every step against its limits."""
+    """Checks every read and write of the cache against what ought to be there, and every step against its limits.
 
-    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int) -> None:
+    Several steps may be in flight. They are computed in the order of launches, as by a device, and the results are kept until they are asked
+    for. What was in a step that failed is ruined from then on: its tokens mean nothing, and what it writes neither.
+    """
+
+    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int, max_concurrent_batches: int = 1) -> None:
+        self.max_concurrent_batches = max_concurrent_batches
+        self.sampled: dict[int, dict[int, int]] = {}
+        """Tokens that the device has sampled, by sequence and position."""
+        self.ruined: set[int] = set()
+        self.num_in_flight = self.most_in_flight = self.num_placeholders = 0
         self.num_blocks = (num_gpu_blocks, num_cpu_blocks)
         self.block_size = block_size
         self.gpu = [[None] * block_size for _ in range(num_gpu_blocks)]
@@ -101,6 +112,28 @@ class ShadowExecutor(Executor):
         except AssertionError as error:
             raise Violation(str(error)) from error
 
+    def launch_model(self, request: ExecuteModelRequest) -> PendingStep:
+        try:
+            results = self.execute_model(request)
+        except Violation:
+            raise
+        except BaseException as error:
+            items = [*(item.seq for item in self.output.scheduled), *self.output.preempted, *self.output.swapped_in]
+            self.ruined.update(seq.seq_id for seq in items)
+            outcome: list[SequenceOutput] | BaseException = error
+        else:
+            outcome = results
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+        return lambda: self.deliver(outcome)
+
+    def deliver(self, outcome: list[SequenceOutput] | BaseException) -> list[SequenceOutput]:
+        """Hand over the results of a step, or its failure."""
+        self.num_in_flight -= 1
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
     def observe(self, output: SchedulerOutput) -> None:
         """Called with each step before it is executed; tests put their own assertions here."""
 
@@ -120,7 +153,13 @@ class ShadowExecutor(Executor):
         self.num_copied += len(copies)
         self.num_preempted += len(output.preempted)
         self.num_mixed += output.phase == "mixed"
-        return [self.compute(seq) for seq in request.sequences]
+        return [self.compute_ruined(seq) if seq.seq_id in self.ruined else self.compute(seq) for seq in request.sequences]
+
+    def compute_ruined(self, seq: SequenceData) -> SequenceOutput:
+        """Compute a sequence that was in a step that failed: nothing right, and in blocks of its own."""
+        for position in range(seq.num_computed_tokens, seq.num_computed_tokens + seq.num_tokens):
+            self.gpu[seq.block_table[position // self.block_size]][position % self.block_size] = "ruined"
+        return SequenceOutput([1] * (seq.num_samples + seq.num_drafts if seq.num_samples else 0))
 
     def check_limits(self, output: SchedulerOutput) -> None:
         assert len(output.scheduled) <= self.config.max_num_seqs
@@ -146,15 +185,26 @@ class ShadowExecutor(Executor):
         for seq in self.scheduler.running:
             for i, block in enumerate(manager.get_block_table(seq)):
                 if manager.gpu_allocator._hash_of[block] is not None:
-                    assert (i + 1) * self.block_size <= seq.num_computed_tokens, "the prefix cache offers what is not computed"
+                    num_computed = seq.num_computed_tokens - seq.num_tokens_in_flight
+                    assert (i + 1) * self.block_size <= num_computed, "the prefix cache offers what is not computed"
 
     def compute(self, seq: SequenceData) -> SequenceOutput:
         request, table, start = seq.request, seq.block_table, seq.num_computed_tokens
         num_drafts, end = seq.num_drafts, start + seq.num_tokens
         siblings = range(seq.index, seq.index + seq.num_samples)
         live = next(item.seq for item in self.output.scheduled if item.seq.seq_id == seq.seq_id)
-        token_ids = [*live.token_ids[:start], *seq.token_ids]  # what a worker reads from the cache, and what it is given
-        context, chosen = "", []
+        sampled, num_known = self.sampled.setdefault(seq.seq_id, {}), len(live.token_ids)
+        # What a worker reads from the cache, and what it is given.
+        token_ids = [live.token_ids[i] if i < num_known else sampled[i] for i in range(start)] + seq.token_ids
+        assert PLACEHOLDER not in token_ids[:-1]
+        if token_ids[-1] == PLACEHOLDER:
+            token_ids[-1] = sampled[max(sampled)]
+            assert max(sampled) == end - 1, "the token sampled last is another one"
+            self.num_placeholders += 1
+        if seq.request.sampling_params.needs_output_tokens:
+            assert len(seq.output_token_ids) == seq.num_output_tokens, "the sampler does not know all output tokens"
+        context, chosen, logprobs = "", [], []
+        history = str(seq.output_token_ids) if seq.output_token_ids else ""
         for position in range(end):
             block, offset = table[position // self.block_size], position % self.block_size
             context = chain(context, token_ids[position])
@@ -164,11 +214,21 @@ class ShadowExecutor(Executor):
             assert self.gpu[block][offset] == context, f"{live}: position {position} holds something else"
             if position >= end - 1 - num_drafts:
                 number = seq.num_output_tokens + position - (end - 1 - num_drafts)
-                args = (context, token_ids[position], request.sampling_params, request.seed)
-                chosen += [next_token(*args, index, number) for index in siblings]
+                args = (context + history, token_ids[position], request.sampling_params, request.seed)
+                tokens = [next_token(*args, index, number) for index in siblings]
+                chosen += [allowed_token(token, seq.masks[position - end]) for token in tokens] if seq.masks else tokens
+                logprobs += [{token: Logprob(-token - number / 100, 1)} for token in chosen[-len(tokens) :]]
+        if chosen:
+            sampled[end - num_drafts] = chosen[0]
         drafts = seq.token_ids[seq.num_tokens - num_drafts :]
         self.num_accepted += chosen[:num_drafts] == drafts != []
-        return SequenceOutput(chosen)
+        return SequenceOutput(chosen, logprobs if request.sampling_params.logprobs is not None else None)
+
+
+def allowed_token(token_id: int, mask: bytes) -> int:
+    """The first token from this one on that a mask allows."""
+    allowed = [t for t in range(VOCAB_SIZE) if mask[t // 8] >> t % 8 & 1]
+    return min(allowed, key=lambda t: (t < token_id, t))
 
 
 def check_blocks(scheduler: Scheduler) -> None:
@@ -196,18 +256,20 @@ def shadow_engine(
     watermark: float = 0.01,
     max_model_len: int = 1000,
     scheduler_cls: type[Scheduler] = Scheduler,
+    max_concurrent_batches: int = 1,
+    tokenizer: Tokenizer | None = None,
     **scheduler_args,
 ) -> tuple[LLMEngine, ShadowExecutor]:
     """The real engine, scheduler and block manager on a shadow model."""
     model_config = ModelConfig("shadow", Path(), "Shadow", {}, 1, 1, 1, 1, VOCAB_SIZE, max_model_len, (EOS,))
     scheduler_config = SchedulerConfig(**scheduler_args)
-    executor = ShadowExecutor(num_gpu_blocks, num_cpu_blocks, block_size)
+    executor = ShadowExecutor(num_gpu_blocks, num_cpu_blocks, block_size, max_concurrent_batches)
     engine = LLMEngine.from_executor(
         model_config,
         CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching, watermark=watermark),
         scheduler_config,
         executor,
-        None,
+        tokenizer,
         scheduler_cls=scheduler_cls,
         clock=lambda: float(executor.num_steps),
     )

@@ -82,7 +82,7 @@ def test_a_small_example_by_hand():
         {"step": 2, "context_len": 7, "tokens": 1, "new_tokens": 1},
     ]
     assert (of_request[0]["ts"], of_request[0]["dur"]) == (0, 2000), "the core asks for the time when it gets a request"
-    assert of_request[1]["dur"] == 101_000
+    assert of_request[1]["dur"] == 103_000
     steps = [event for event in kinds["X"] if event["pid"] == processes["engine"]]
     assert [(event["name"], event["args"]["tokens"]) for event in steps] == [("prefill", 5), ("decode", 1), ("decode", 1)]
     assert {"queues", "cache blocks", "prefix cache"} == {event["name"] for event in kinds["C"]}

@@ -21,6 +21,7 @@ from minivllm.errors import ConfigError
 from minivllm.executor.simulated import CostModel, SimulatedExecutor, StepWork, VirtualClock, count_work
 from minivllm.simulation.costs import DEFAULT_COSTS, load_costs
 from minivllm.simulation.engine import format_simulations, make_simulated_engine, simulate
+from minivllm.simulation.replay import replay
 
 SECOND = CostModel(fixed=1.0)
 """Every step takes a second."""
@@ -337,3 +338,27 @@ def test_the_table_has_a_line_for_each_simulation():
     lines = format_simulations(results).split("\n")
     assert len(lines) == 4
     assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize(("async_scheduling", "expected"), [(False, 8.0), (True, 6.0)])
+def test_a_device_beside_the_host_does_not_wait_for_it(async_scheduling, expected):
+    """The device takes 6 seconds for a step, and the host 2. Tokens are the same."""
+    engine = make_simulated_engine(cost_model=lambda work: 6.0, async_scheduling=async_scheduling)
+    schedule = engine.scheduler.schedule
+
+    def schedule_slowly():
+        engine.clock.advance(2.0)
+        return schedule()
+
+    engine.scheduler.schedule = schedule_slowly
+    for i in range(3):
+        engine.add_request(str(i), [1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True, seed=i))
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+    assert outputs == {str(i): [(i + 3 + k) % 50_000 for k in range(20)] for i in range(3)}
+    ends = [step.end for step in engine.trace]
+    assert {b - a for a, b in itertools.pairwise(ends)} == {expected}
+    if async_scheduling:
+        with pytest.raises(ConfigError, match="several steps in flight, which cannot be replayed"):
+            replay(engine.trace)

@@ -313,7 +313,7 @@ def test_a_file_that_was_cut_or_changed_is_refused(tmp_path, crowded_trace):
         lambda c: c["steps"][0].update(num_running=-1),
         lambda c: c["steps"][0].update(arrived=["nobody"]),
         lambda c: c["steps"][1].update(end=c["steps"][1]["start"] - 1e-3),
-        lambda c: c["steps"][2].update(start=c["steps"][1]["start"]),
+        lambda c: c["steps"][2].update(start=c["steps"][1]["start"] - 1e-3),
         lambda c: c["steps"][1].update(block_tables=[["0", 0, [c["config"]["num_gpu_blocks"]]]]),
         lambda c: c["steps"][1].update(block_tables=[["0", 0]]),
         lambda c: c["steps"][1].update(swapped_tables=[["0", 0, [c["config"]["num_cpu_blocks"]]]]),

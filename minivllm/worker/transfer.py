@@ -1,0 +1,95 @@
+"""Between host and device without waiting, so that the host runs ahead while the device computes.
+
+A GPU takes its work from a queue. A copy from or to ordinary memory makes the host wait until the queue is empty; one from or to pinned memory
+joins the queue. On a CPU there is nothing to wait for. Mirrors `AsyncGPUModelRunnerOutput` and the placeholders' part of `_prepare_input_ids` in
+`vllm/v1/worker/gpu_model_runner.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+
+
+def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A list as a tensor on a device."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def arrays_to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on the device. A GPU gets them in one copy, for which the host does not wait."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return packed(arrays, device, pin_memory=device.type == "cuda")
+
+
+def packed(arrays: list[np.ndarray], device: torch.device, pin_memory: bool) -> list[Tensor]:
+    """The arrays as parts of one buffer on the device. Pinned memory of the host is not used anew before the copy is done: torch sees to that."""
+    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    starts = list(accumulate(sizes, initial=0))
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pin_memory)
+    host = buffer.numpy()
+    for array, start in zip(arrays, starts, strict=False):
+        host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    parts = buffer.to(device, non_blocking=True)
+    return [
+        parts[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, start in zip(arrays, starts, strict=False)
+    ]
+
+
+class HostCopy:
+    """Tensors on their way from the device to the host, behind what has been launched so far, and before what is launched later."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # into pinned memory
+        self._arrived = None
+        if tensors[0].device.type == "cuda":
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def wait(self) -> list[Tensor]:
+        """The tensors, once they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._tensors
+
+
+class RecentTokens:
+    """The tokens that the last few steps have sampled, on the device, by sequence: what placeholders stand for.
+
+    Only steps in flight are asked for, so nothing has to be forgotten when a sequence ends.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._steps: deque[tuple[dict[int, int], Tensor]] = deque(maxlen=num_steps)
+        """Of each step, the newest first: the row of each sequence, and the tokens, `[rows]`."""
+
+    def add(self, rows: dict[int, int], token_ids: Tensor) -> None:
+        """Remember what a step has sampled: the row of each sequence in `token_ids`, `[rows]`."""
+        self._steps.appendleft((rows, token_ids))
+
+    def fill_in(self, input_ids: Tensor, placeholders: dict[int, int]) -> None:
+        """Replace placeholders in a step's input by the tokens that were sampled last for their sequences.
+
+        A placeholder whose token is unknown stays: the step that was to sample it has failed, and the results of this one will be dropped.
+
+        Args:
+            input_ids: `[num_tokens]`, changed in place.
+            placeholders: The place of each sequence's placeholder in `input_ids`.
+        """
+        missing = dict(placeholders)
+        for rows, token_ids in self._steps:
+            found = [seq_id for seq_id in missing if seq_id in rows]
+            if found:
+                sources = to_device([rows[seq_id] for seq_id in found], input_ids.device)
+                destinations = to_device([missing.pop(seq_id) for seq_id in found], input_ids.device)
+                input_ids.index_copy_(0, destinations, token_ids.index_select(0, sources))

@@ -1,0 +1,43 @@
+"""The figure of steps in flight: the device's bars touch when the host works beside it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from minivllm import SamplingParams
+from minivllm.errors import ConfigError
+from minivllm.simulation.engine import make_simulated_engine
+from minivllm.viz.overlap import device_spans, draw_overlap, host_spans
+
+
+def record(async_scheduling: bool):
+    """Ten steps of 6 seconds on the device, each after 2 seconds of scheduling."""
+    engine = make_simulated_engine(cost_model=lambda work: 6.0, async_scheduling=async_scheduling)
+    schedule = engine.scheduler.schedule
+
+    def schedule_slowly():
+        engine.clock.advance(2.0)
+        return schedule()
+
+    engine.scheduler.schedule = schedule_slowly
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=10, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return engine.trace
+
+
+def test_the_device_waits_only_where_one_step_is_in_flight():
+    one, two = record(async_scheduling=False), record(async_scheduling=True)
+    assert device_spans(one) == [(8.0 * i + 2, 8.0 * i + 8) for i in range(10)]
+    assert host_spans(one) == [(8.0 * i, 8.0 * i + 2) for i in range(10)]
+    assert device_spans(two) == [(6.0 * i + 2, 6.0 * i + 8) for i in range(10)]
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(host_spans(two)))
+    titles = [axes.get_title(loc="left") for axes in draw_overlap({"one": one, "two": two}).axes]
+    assert titles == ["one: 7,750.0 ms per step, device busy 77%", "two: 6,000.0 ms per step, device busy 100%"]
+
+
+def test_there_must_be_enough_steps():
+    with pytest.raises(ConfigError, match="run has 10 steps, fewer than first"):
+        draw_overlap({"run": record(async_scheduling=True)}, first=5)
