@@ -15,6 +15,7 @@ from minivllm.course.lessons.fake_replicas import (
     make_request,
     within,
 )
+from minivllm.course.lessons.lesson_13.replica import describe
 from minivllm.course.observations import expect, rounds, seeded
 from minivllm.engine.core_messages import (
     AddRequest,
