@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 
 LONG = (
     "test_tensor_parallel.py",
+    "test_amx.py",
     "test_grading.py",
     "test_browser.py",
     "test_soak.py",
