@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 
 LONG = (
     "test_tensor_parallel.py",
+    "test_amx.py",
     "test_grading.py",
     "test_browser.py",
     "test_soak.py",
@@ -32,6 +33,8 @@ LONG = (
     "test_lesson_04.py",
     "test_lesson_05.py",
     "test_lesson_07.py",
+    "test_lesson_13.py",
+    "test_failover.py",
     "test_course_command.py",
     "test_bench_engines.py",
     "test_process_per_request.py",

@@ -29,7 +29,7 @@ def test_linux_may_refuse_what_it_granted_before(tmp_path):
     """What was compiled for the one process must not run in the other."""
     script = str(TESTS / "support" / "other_processors.py")
     for refuses in ({}, {"AMX_EMULATOR_REFUSES": "1"}):
-        run = run_with_amx(script, NUMBA_CACHE_DIR=str(tmp_path), **refuses)
+        run = run_with_amx(script, "products", NUMBA_CACHE_DIR=str(tmp_path), **refuses)
         if amx_environment():  # a real processor is not refused
             assert ("'HAS_BFLOAT16_AMX': True" in run.stdout) is not bool(refuses)
 
