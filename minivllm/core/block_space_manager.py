@@ -122,7 +122,7 @@ class BlockSpaceManager:
             else None.
         """
         table = self.block_tables[seq.seq_id]
-        missing = self.num_blocks_for(len(seq.token_ids) + seq.num_placeholders) - len(table)
+        missing = self.num_blocks_for(seq.num_tokens) - len(table)
         if missing > 0:
             table.extend(self.gpu_allocator.allocate() for _ in range(missing))
             return None
