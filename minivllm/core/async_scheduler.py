@@ -14,7 +14,6 @@ from __future__ import annotations
 from minivllm.config import SchedulerConfig
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
-from minivllm.core.speculation import accept_drafts
 from minivllm.request import Sequence, SequenceStatus
 from minivllm.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceOutput
 
@@ -76,9 +75,8 @@ class AsyncScheduler(Scheduler):
         return super().may_join(seq) and self.is_ready(seq)
 
     def may_swap_out(self, seq: Sequence) -> bool:
-        """Whether a sequence can be swapped out: not while its number of tokens, or of siblings, depends on a step in flight."""
-        is_open = seq.num_placeholders and (seq.num_unforked_siblings or self.speculation is not None)
-        return not is_open and super().may_swap_out(seq)
+        """Whether a sequence can be swapped out: not while a step in flight samples the first tokens of its siblings."""
+        return not (seq.num_placeholders and seq.num_unforked_siblings) and super().may_swap_out(seq)
 
     def advance(self, output: SchedulerOutput) -> None:
         """A step has been launched: move its sequences on as if it were done. Drafts count when they have been verified."""
@@ -107,15 +105,13 @@ class AsyncScheduler(Scheduler):
     def _apply_preempted(self, scheduled: ScheduledSequence, result: SequenceOutput) -> list[Sequence]:
         """Apply a result to a sequence that was preempted while the step was in flight: its tokens count, its blocks are gone or swapped out.
 
-        A prompt of which siblings were to be forked is computed again, and gives the same tokens again.
+        A prompt of which siblings were to be forked is computed again, and gives the same tokens again. There are no drafts: with speculative
+        decoding, nobody is scheduled, and so nobody preempted, before all tokens are known.
         """
         seq = scheduled.seq
         if not result.token_ids or seq.num_unforked_siblings:
             return []
-        for token_id in accept_drafts(scheduled.draft_token_ids, result.token_ids):
-            self._append_token(seq, token_id)
-            if seq.finished:
-                break
+        self._append_token(seq, result.token_ids[0])
         return [seq]
 
     def _append_token(self, seq: Sequence, token_id: int) -> None:

@@ -109,7 +109,7 @@ class BlockSpaceManager:
 
     def can_append_slots(self, seq: Sequence) -> bool:
         """Whether `append_slots(seq)` would find enough blocks."""
-        num_new = self.num_blocks_for(seq.num_tokens) - len(self.block_tables[seq.seq_id])
+        num_new = self.num_blocks_for(len(seq.token_ids) + seq.num_placeholders) - len(self.block_tables[seq.seq_id])
         if num_new == 0:  # the common case: room in the last block; at most a copy of it is needed
             num_new = 1 if self._must_copy(seq) else 0
         return self.gpu_allocator.num_free >= num_new

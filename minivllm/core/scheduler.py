@@ -297,8 +297,10 @@ class Scheduler:
         """
         advanced: list[tuple[Sequence, int]] = []
         for i, (scheduled, result) in enumerate(zip(output.scheduled, results, strict=True)):
-            if not scheduled.seq.finished:  # aborted during the step
-                advanced += [(seq, i) for seq in self._apply(scheduled, result)]
+            if scheduled.seq.finished:  # aborted during the step
+                continue
+            for seq in self._apply(scheduled, result):
+                advanced.append((seq, i))
         if any(seq.finished for seq, _ in advanced):
             self.running = [seq for seq in self.running if not seq.finished]
             for seq, _ in advanced:

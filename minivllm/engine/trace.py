@@ -7,7 +7,9 @@ refers to a live engine.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +17,9 @@ from typing import Annotated, Any, Literal, NamedTuple, overload
 
 import msgspec
 
-from minivllm.engine.trace_check import check_trace
+from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
+from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
 from minivllm.scheduler_output import Phase, RankTiming
 
 VERSION = 1
@@ -309,11 +312,9 @@ class EngineTrace:
             requests = msgspec.convert(content["requests"], list[RequestRecord])
             config = msgspec.convert(content["config"], TraceConfig)
             trace = cls(config, requests={request.request_id: request for request in requests})
-            before = None
             for item in content["steps"]:
-                before = _step_from_json(item, before)
-                trace.steps.append(before)
-            check_trace(trace)
+                trace.steps.append(_step_from_json(item, trace.steps[-1] if trace.steps else None))
+            _check(trace)
         except KeyError as error:
             raise ConfigError(f"It is a damaged trace: {error} is missing. Record it again.") from None
         except (AttributeError, TypeError, ValueError) as error:  # msgspec.ValidationError is a ValueError
@@ -322,8 +323,7 @@ class EngineTrace:
 
 
 _TABLES = ("block_tables", "swapped_tables")
-_TableRow = tuple[str, Count, tuple[Count, ...] | None]
-"""A sequence's request id, index and blocks; None where it has lost them."""
+_TableRow = tuple[str, Count, tuple[Count, ...] | None]  # request id, index, blocks; None where it has lost them
 
 
 def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]:
@@ -331,8 +331,6 @@ def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]
     content: dict[str, Any] = {}
     for item in dataclasses.fields(StepRecord):
         value = getattr(step, item.name)
-        if item.name in ("request_snapshots", "describes_all"):
-            continue
         if item.name in _TABLES:
             old = getattr(before, item.name) if before else {}
             value = [[*key, table] for key, table in value.items() if old.get(key) != table]
@@ -343,7 +341,7 @@ def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]
             old_blocks = before.cached_blocks if before else frozenset()
             value = [sorted(value - old_blocks), sorted(old_blocks - value)]
             value = value if any(value) else []
-        if value or value == 0 or item.name == "scheduled":
+        if item.name not in ("request_snapshots", "describes_all") and (value or value == 0 or item.name == "scheduled"):
             content[item.name] = value
     return content
 
@@ -364,3 +362,38 @@ def _step_from_json(content: dict[str, Any], before: StepRecord | None) -> StepR
     old_blocks = before.cached_blocks if before else frozenset()
     fields["cached_blocks"] = (old_blocks | frozenset(added)) - frozenset(gone) if added or gone else old_blocks
     return msgspec.convert(fields, StepRecord)
+
+
+def _check(trace: EngineTrace) -> None:
+    """Raise a ValueError if blocks, requests or times are inconsistent."""
+    config, launched, now = trace.config, -math.inf, -math.inf
+    msgspec.convert(config.scheduler_config, SchedulerConfig)
+    for request in trace.requests.values():
+        params = {name: value for name, value in request.params.items() if name != "logit_bias"}
+        if "structured_outputs" in params:
+            params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
+        SamplingParams(**params)
+        if not request.request_id.isprintable():
+            raise ValueError(f"request {request.request_id!r} has an id that cannot be printed")
+        if len(request.finish_reasons) not in (0, len(request.output_token_ids)):
+            raise ValueError(f"request {request.request_id!r} has not as many finish reasons as sequences")
+    if config.block_size < 1 or config.num_gpu_blocks < 1:
+        raise ValueError("a cache without blocks")
+    for number, step in enumerate(trace):
+        moments = [moment for moment in (step.start, step.launched, step.awaited, step.end) if moment is not None]
+        if moments != sorted(moments) or step.start < launched or step.end < now:
+            raise ValueError(f"step {number} starts or ends before the last one, or its times are not in order")
+        launched, now = step.start, step.end
+        for rank in step.ranks:
+            moments = [rank.start, *itertools.chain.from_iterable(rank.communication), rank.end]
+            if moments != sorted(moments) or not all(map(math.isfinite, moments)):
+                raise ValueError(f"step {number} has a rank whose times are not in order")
+        named = {*step.arrived, *step.aborted, *(key.request_id for key in (*step.block_tables, *step.swapped_tables))}
+        for items in (step.scheduled, step.preempted, step.finished, step.swapped_in):
+            named.update(item.request_id for item in items)
+        if not named <= trace.requests.keys():
+            raise ValueError(f"step {number} names an unknown request {min(named - trace.requests.keys())!r}")
+        gpu_blocks = (*step.block_tables.values(), step.ref_counts, step.cached_blocks, *step.blocks_to_copy)
+        for tables, num_blocks in ((gpu_blocks, config.num_gpu_blocks), (step.swapped_tables.values(), config.num_cpu_blocks)):
+            if max(itertools.chain.from_iterable(tables), default=-1) >= num_blocks:
+                raise ValueError(f"step {number} has a block id beyond the {num_blocks} blocks of the cache")

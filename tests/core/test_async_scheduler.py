@@ -107,18 +107,35 @@ def test_siblings_are_forked_before_the_next_step():
     assert [len(batch) for batch in executor.batches] == [1, *[3] * 5]
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_the_token_of_a_preempted_sequence_arrives_and_may_finish_it(mode):
+@pytest.mark.parametrize(("mode", "queue"), [("recompute", "waiting"), ("swap", "swapped")])
+def test_the_token_of_a_preempted_sequence_arrives_and_may_finish_it(mode, queue):
     engine, executor = make_engine(num_gpu_blocks=4, num_cpu_blocks=4, block_size=4, watermark=0.0, preemption_mode=mode)
-    engine.add_request("a", [1, 2, 3, 4, 5, 6, 7], params(max_tokens=9))
-    engine.add_request("b", [1, 2, 3, 4, 5, 6], params(max_tokens=3))
-    results = finish(engine)
-    assert executor.num_preempted == 1
-    assert results == {
-        "a": tokens([1, 2, 3, 4, 5, 6, 7], params(max_tokens=9)),
-        "b": tokens([1, 2, 3, 4, 5, 6], params(max_tokens=3)),
-    }
+    long, short = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4]
+    engine.add_request("a", long, params(max_tokens=9))
+    engine.add_request("b", short, params(max_tokens=2))
+    finished_from, finish_sequence = [], engine.scheduler._finish
+
+    def note_and_finish(seq, *args):
+        finished_from.append(seq.status.value)
+        finish_sequence(seq, *args)
+
+    engine.scheduler._finish = note_and_finish
+    assert finish(engine) == {"a": tokens(long, params(max_tokens=9)), "b": tokens(short, params(max_tokens=2))}
+    assert finished_from == [queue, "running"] and executor.num_preempted == 1
+    assert len(engine.scheduler.waiting) == len(engine.scheduler.swapped) == 0
     check_blocks(engine.scheduler)
+
+
+def test_a_prompt_that_is_preempted_before_its_siblings_are_forked_is_computed_again():
+    options = {"watermark": 0.0, "preemption_mode": "swap", "num_cpu_blocks": 4}
+    engine, executor = make_engine(num_gpu_blocks=3, block_size=4, **options)
+    engine.add_request("a", [1, 2, 3, 4, 5, 6, 7, 8], params(max_tokens=3))
+    engine.add_request("b", [1, 2, 3, 4], params(n=2, max_tokens=3))
+    assert finish(engine) == {
+        "a": tokens([1, 2, 3, 4, 5, 6, 7, 8], params(max_tokens=3)),
+        "b": tokens([1, 2, 3, 4], params(max_tokens=3)) * 2,
+    }
+    assert executor.num_preempted == 1 and executor.num_swapped == 0
 
 
 def test_the_prefix_cache_offers_nothing_of_a_step_that_failed():
@@ -162,3 +179,17 @@ def test_the_scheduler_can_be_replaced_when_only_surplus_steps_are_left():
     assert executor.num_in_flight == 1 and engine.core.has_unfinished_requests()
     engine.core.use_scheduler(Scheduler)
     assert executor.num_in_flight == 0
+
+
+def test_a_surplus_step_that_fails_is_nobodys_failure():
+    whole = tokens(PROMPT, params())[0]
+    engine, executor = make_engine()
+    executor.fail_at = {3}
+    engine.add_request("a", PROMPT, params(stop_token_ids=[whole[1]]))
+    messages = []
+    while engine.core.has_unfinished_requests():
+        messages += engine.core.step().outputs
+        assert not engine.core.has_failed
+    assert executor.num_steps == 3
+    assert [message.finished for message in messages] == [False, True]
+    assert [message.error for message in messages] == [None, None]

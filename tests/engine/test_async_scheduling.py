@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
 
-from minivllm import Scheduler, StaticBatchScheduler
+import pytest
+from shadow import expected_tokens, shadow_engine
+
+from minivllm import SamplingParams, Scheduler, StaticBatchScheduler
 from minivllm.config import EngineArgs
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.engine_config import schedules_asynchronously
 from minivllm.errors import ConfigError
 from minivllm.worker.sampler import Sampler
@@ -51,3 +55,29 @@ def test_where_asked_for_on_a_cpu_too():
 def test_asked_for_where_it_is_impossible(args, cause):
     with pytest.raises(ConfigError, match=f"async_scheduling is on, but {cause}.*: leave it out."):
         schedules_asynchronously(EngineArgs(async_scheduling=True, **args))
+
+
+def test_streams_of_a_core_in_a_thread_that_hang_up_or_stop_while_a_step_is_in_flight():
+    engine, executor = shadow_engine(60, scheduler_cls=AsyncScheduler, max_concurrent_batches=2, max_num_seqs=4)
+    prompts = [[i + 1, 2, 3] for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=30)
+    expected = [expected_tokens(prompt, params, 0, 0, 33) for prompt in prompts]
+
+    async def read(asynchronous: AsyncLLMEngine, number: int) -> list[int]:
+        tokens: list[int] = []
+        async for output in asynchronous.generate({"prompt_token_ids": prompts[number]}, params, str(number)):
+            tokens = output.outputs[0].token_ids
+            if number % 3 == 0 and len(tokens) >= 4:
+                break  # which aborts the request
+        return tokens
+
+    async def read_all() -> list[list[int]]:
+        asynchronous = AsyncLLMEngine.from_engine(engine)
+        try:
+            return await asyncio.gather(*(read(asynchronous, number) for number in range(12)))
+        finally:
+            asynchronous.shutdown()
+
+    for number, tokens in enumerate(asyncio.run(read_all())):
+        assert tokens == (expected[number][: len(tokens)] if number % 3 == 0 else expected[number])
+    assert executor.most_in_flight == 2

@@ -167,6 +167,8 @@ class ShadowExecutor(Executor):
         assert output.num_batched_tokens <= self.config.max_num_batched_tokens
         assert len({item.seq.seq_id for item in output.scheduled}) == len(output.scheduled)
         assert all(item.num_tokens > 0 for item in output.scheduled)
+        begun = [item.seq for item in output.scheduled if item.seq.num_computed_tokens == 0 or item.seq in output.swapped_in]
+        assert not any(seq.num_tokens_in_flight for seq in begun), "admitted again before its tokens came"
         if not self.config.enable_chunked_prefill:
             assert output.phase != "mixed"
         assert self.scheduler.num_running <= self.config.max_num_seqs
