@@ -31,7 +31,7 @@ from minivllm.worker.sampler import (
     can_choose_in_parts,
     choose_in_part,
 )
-from minivllm.worker.transfer import RecentTokens, arrays_to_device, to_device
+from minivllm.worker.transfer import RecentTokens, pack_to_device, to_device
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of prompt logits computed at a time: the logits of a long prompt at once would take gigabytes."""
@@ -80,9 +80,9 @@ class ModelRunner:
         positions = np.arange(total) + (starts - query_start_loc[:-1])[owners]
         blocks = block_tables[owners, positions // block_size].astype(np.int64)
         slot_mapping = blocks * block_size + positions % block_size
-        ids, places, slots, tables, lens, locs = arrays_to_device(
-            [input_ids, positions, slot_mapping, block_tables, context_lens.astype(np.int32), query_start_loc.astype(np.int32)],
-            self.device,
+        context_lens, first_rows = context_lens.astype(np.int32), query_start_loc.astype(np.int32)
+        ids, places, slots, tables, lens, locs = self._tensors(
+            [input_ids, positions, slot_mapping, block_tables, context_lens, first_rows]
         )
         metadata = AttentionMetadata(
             is_decode=total == num_seqs, slot_mapping=slots, block_tables=tables, context_lens=lens, query_start_loc=locs
@@ -250,6 +250,9 @@ class ModelRunner:
                 continue
             result.update(enumerate(top_logprobs(logits, token_ids, num_logprobs), start=first + i))
         return result
+
+    def _tensors(self, arrays: list[np.ndarray]) -> list[Tensor]:
+        return [torch.from_numpy(array) for array in arrays] if self.device.type == "cpu" else pack_to_device(arrays, self.device)
 
     def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         if self.device.type == "cpu":  # nothing to transfer

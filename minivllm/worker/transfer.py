@@ -24,18 +24,14 @@ def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def arrays_to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on the device. A GPU gets them in one copy, for which the host does not wait."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    return packed(arrays, device, pin_memory=device.type == "cuda")
+def pack_to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on the device, which are parts of one buffer: one copy, for which the host does not wait.
 
-
-def packed(arrays: list[np.ndarray], device: torch.device, pin_memory: bool) -> list[Tensor]:
-    """The arrays as parts of one buffer on the device. Pinned memory of the host is not used anew before the copy is done: torch sees to that."""
+    torch does not use pinned memory anew before the copy is done.
+    """
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     starts = list(accumulate(sizes, initial=0))
-    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pin_memory)
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = buffer.numpy()
     for array, start in zip(arrays, starts, strict=False):
         host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.worker.model_input import BlockTables
-from minivllm.worker.transfer import arrays_to_device, packed
+from minivllm.worker.transfer import pack_to_device
 
 TABLES = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=7), min_size=1, max_size=5)
 
@@ -29,7 +29,7 @@ def test_block_tables_are_those_of_the_step_whatever_came_before(steps, data):
 
 def test_one_buffer_holds_all_arrays():
     arrays = [np.arange(7), np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros(0, np.int64), np.array([2**40, -1])]
-    for parts in (packed(arrays, torch.device("cpu"), pin_memory=False), arrays_to_device(arrays, torch.device("cpu"))):
-        assert [part.tolist() for part in parts] == [array.tolist() for array in arrays]
-        assert [part.dtype for part in parts] == [torch.int64, torch.int32, torch.int64, torch.int64]
-    assert len({part.untyped_storage().data_ptr() for part in packed(arrays, torch.device("cpu"), False)}) == 1
+    parts = pack_to_device(arrays, torch.device("cpu"))
+    assert [part.tolist() for part in parts] == [array.tolist() for array in arrays]
+    assert [part.dtype for part in parts] == [torch.int64, torch.int32, torch.int64, torch.int64]
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
