@@ -34,6 +34,8 @@ WAYS = {
     "256 requests, greedy": ({}, 0.0),
     "256 requests, temperature 0.6": ({}, 0.6),
     "256 requests, greedy, chunked prefill": ({"enable_chunked_prefill": True}, 0.0),
+    "256 requests, greedy, one step in flight": ({"async_scheduling": False}, 0.0),
+    "256 requests, temperature 0.6, one step in flight": ({"async_scheduling": False}, 0.6),
 }
 """Options of the engine, and the temperature."""
 DECODE_BATCHES = (1, 8, 64)

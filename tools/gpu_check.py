@@ -185,8 +185,12 @@ def check_replay(folder: Path) -> bool:
     return equal
 
 
+WAYS = (("eager", True, False), ("graphs", False, False), ("graphs, two steps in flight", False, True))
+"""A name, `enforce_eager` and `async_scheduling`."""
+
+
 def check_generation(folder: Path) -> tuple[bool, dict]:
-    """Tokens with and without graphs in float32, and throughput of both, in bfloat16 too.
+    """Tokens with and without graphs, and with two steps in flight, in float32; and throughput of all, in bfloat16 too.
 
     The requests finish one after another, so that batches of many sizes are padded. In bfloat16 a padded batch may be multiplied in
     another order, and near ties fall either way: there check_replay compares.
@@ -195,8 +199,9 @@ def check_generation(folder: Path) -> tuple[bool, dict]:
     prompts = random_prompts([1 + 11 * i % 200 for i in range(37)])
     tokens, speeds = {}, {}
     for dtype in ("float32", "bfloat16"):
-        for name, enforce_eager in (("eager", True), ("graphs", False)):
-            llm = load(folder, dtype=dtype, enforce_eager=enforce_eager, num_gpu_blocks_override=4000)
+        for name, enforce_eager, async_scheduling in WAYS:
+            options = {"enforce_eager": enforce_eager, "async_scheduling": async_scheduling}
+            llm = load(folder, dtype=dtype, num_gpu_blocks_override=4000, **options)
             llm.generate(prompts[:2], params[:2], use_tqdm=False)
             start = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -207,8 +212,8 @@ def check_generation(folder: Path) -> tuple[bool, dict]:
             torch.cuda.empty_cache()
     for name, speed in speeds.items():
         print(f"37 requests of 40 to 76 tokens, {name}: {speed:,.0f} tokens/s")
-    equal = tokens["float32", "eager"] == tokens["float32", "graphs"]
-    print(f"equal tokens with graphs on and off, float32: {equal}")
+    equal = all(tokens["float32", name] == tokens["float32", "eager"] for name, *_ in WAYS)
+    print(f"equal tokens eagerly, with graphs, and with two steps in flight, float32: {equal}")
     return equal, speeds
 
 
@@ -264,7 +269,7 @@ def main() -> int:
         note("bfloat16 logits", check_logits(folder))
         note("replays", check_replay(folder))
         equal, speeds = check_generation(folder)
-        note("tokens with and without graphs", equal, tokens_per_second=speeds)
+        note("tokens with graphs and steps in flight", equal, tokens_per_second=speeds)
         equal, speeds = check_ranks(folder)
         note("tokens of two ranks", equal, tokens_per_second_by_ranks=speeds)
     for file in LESSONS:
