@@ -12,7 +12,7 @@ from typing import Any
 
 from minivllm.bench.trace_summary import time_origin
 from minivllm.engine.trace import EngineTrace, SequenceKey, SequenceStep
-from minivllm.viz.spans import find_context_lens, find_spans, running_states, sequence_keys
+from minivllm.viz.spans import find_context_lens, find_spans, running_states, sequence_keys, step_starts
 
 ENGINE, REQUESTS, RANKS = 1, 2, 3
 """Process ids: the engine, with a row of steps and counters; the requests, with a row per sequence; the workers, if there are several."""
@@ -89,11 +89,11 @@ def _name(key: SequenceKey, keys: Container[SequenceKey]) -> str:
 
 
 def _engine_events(trace: EngineTrace, clock: _Clock) -> Iterator[Event]:
-    for number, step in enumerate(trace):
+    for number, (step, start) in enumerate(zip(trace, step_starts(trace), strict=True)):
         args: dict[str, Any] = {"step": number, "tokens": step.num_tokens, "sequences": len(step.scheduled)}
         args |= {name: len(value) for name in ("preempted", "swapped_in", "finished") if (value := getattr(step, name))}
         args |= {"error": step.error} if step.error is not None else {}
-        yield clock.slice(step.phase, ENGINE, STEPS, step.start, step.end, args)
+        yield clock.slice(step.phase, ENGINE, STEPS, start, step.end, args)
         counters = {
             "queues": {"running": step.num_running, "waiting": step.num_waiting, "swapped": step.num_swapped},
             "cache blocks": {"used": trace.config.num_gpu_blocks - step.num_free_blocks, "free": step.num_free_blocks},

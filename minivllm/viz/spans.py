@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from minivllm.bench.trace_summary import time_origin
@@ -62,26 +63,26 @@ def find_spans(trace: EngineTrace, merge: bool = True) -> list[Span]:
         if end > start:
             found.setdefault(key, []).append(Span(*key, state, start, end))
 
-    for number, step in enumerate(trace):
+    for number, (step, start) in enumerate(zip(trace, step_starts(trace), strict=True)):
         for request_id in step.aborted:
             for key in [key for key in outside if key.request_id == request_id]:
-                leave(key, _end_of_request(trace, request_id, step.start))
+                leave(key, _end_of_request(trace, request_id, start))
         for key in step.swapped_tables:
             if number == 0:
                 outside.pop(key, None)
-            outside.setdefault(key, ("swapped", step.start))
+            outside.setdefault(key, ("swapped", start))
         for item in step.preempted:
-            outside[SequenceKey(item.request_id, item.index)] = ("swapped" if item.mode == "swap" else "preempted", step.start)
+            outside[SequenceKey(item.request_id, item.index)] = ("swapped" if item.mode == "swap" else "preempted", start)
         for key, state in running_states(step).items():
             if number == 0 and state != "prefill" and outside.get(key, ("", 0.0))[0] == "waiting":
                 del outside[key]
             elif key in outside:
-                leave(key, step.start)
+                leave(key, start)
             spans = found.setdefault(key, [])
             if merge and last_step.get(key) == number - 1 and spans and spans[-1].state == state:
                 spans[-1] = spans[-1]._replace(end=step.end)
             else:
-                spans.append(Span(*key, state, step.start, step.end))
+                spans.append(Span(*key, state, start, step.end))
             last_step[key] = number
         for finish in step.finished:
             if (finish.request_id, finish.index) in outside:
@@ -90,6 +91,12 @@ def find_spans(trace: EngineTrace, merge: bool = True) -> list[Span]:
     for key in list(outside):
         leave(key, _end_of_request(trace, key.request_id, end))
     return [span for spans in found.values() for span in spans]
+
+
+def step_starts(trace: EngineTrace) -> list[float]:
+    """When each step begins in a figure: when its scheduling began or, of steps in flight, when the one before ended."""
+    ends = [-math.inf, *(step.end for step in trace)]
+    return [max(step.start, end) for step, end in zip(trace, ends, strict=False)]
 
 
 def running_states(step: StepRecord) -> dict[SequenceKey, str]:

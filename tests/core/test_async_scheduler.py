@@ -130,10 +130,11 @@ def test_a_prompt_that_is_preempted_before_its_siblings_are_forked_is_computed_a
     options = {"watermark": 0.0, "preemption_mode": "swap", "num_cpu_blocks": 4}
     engine, executor = make_engine(num_gpu_blocks=3, block_size=4, **options)
     engine.add_request("a", [1, 2, 3, 4, 5, 6, 7, 8], params(max_tokens=3))
-    engine.add_request("b", [1, 2, 3, 4], params(n=2, max_tokens=3))
+    drawn = SamplingParams(temperature=1, seed=1, n=2, max_tokens=3, ignore_eos=True)  # siblings begin differently
+    engine.add_request("b", [1, 2, 3, 4], drawn)
     assert finish(engine) == {
         "a": tokens([1, 2, 3, 4, 5, 6, 7, 8], params(max_tokens=3)),
-        "b": tokens([1, 2, 3, 4], params(max_tokens=3)) * 2,
+        "b": [expected_tokens([1, 2, 3, 4], drawn, 1, index, 7) for index in range(2)],
     }
     assert executor.num_preempted == 1 and executor.num_swapped == 0
 

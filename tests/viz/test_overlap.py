@@ -9,7 +9,9 @@ import pytest
 from minivllm import SamplingParams
 from minivllm.errors import ConfigError
 from minivllm.simulation.engine import make_simulated_engine
+from minivllm.viz.chrome import to_chrome
 from minivllm.viz.overlap import device_spans, draw_overlap, host_spans
+from minivllm.viz.spans import find_spans
 
 
 def record(async_scheduling: bool):
@@ -41,3 +43,17 @@ def test_the_device_waits_only_where_one_step_is_in_flight():
 def test_there_must_be_enough_steps():
     with pytest.raises(ConfigError, match="run has 10 steps, fewer than first"):
         draw_overlap({"run": record(async_scheduling=True)}, first=5)
+
+
+def test_bars_of_steps_in_flight_do_not_overlap_in_other_figures():
+    trace = record(async_scheduling=True)
+    assert any(after.start < before.end for before, after in itertools.pairwise(trace))
+    spans = find_spans(trace, merge=False)
+    assert all(before.end <= after.start for before, after in itertools.pairwise(spans))
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in to_chrome(trace)["traceEvents"]:
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert rows
+    for bars in rows.values():
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(bars)))
