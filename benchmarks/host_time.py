@@ -15,10 +15,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
+from stopwatch import Stopwatch
 from torch import Tensor
 
 from minivllm.bench.report import format_table, report
@@ -82,39 +82,6 @@ class NoDevice(Executor):
         return self.runner.execute_model(request.sequences, self.kv_caches) if request.sequences else []
 
 
-class Stopwatch:
-    """Adds up this thread's processor time, in each part without the parts called from there."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._running, self._since = ["other"], time.thread_time()
-
-    def _switch(self) -> None:
-        now = time.thread_time()
-        self.seconds[self._running[-1]] += now - self._since
-        self._since = now
-
-    def timed(self, part: str, function: Callable) -> Callable:
-        """The function, its time counted for a part."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._switch()
-            self._running.append(part)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._switch()
-                self._running.pop()
-
-        return call
-
-    def take(self) -> dict[str, float]:
-        """Seconds of each part since the last call."""
-        self._switch()
-        taken, self.seconds = self.seconds, defaultdict(float)
-        return taken
-
-
 def make_engine(num_seqs: int, num_steps: int) -> LLMEngine:
     """An engine for so many sequences and steps."""
     max_len = PROMPT_TOKENS + num_steps + 1
@@ -137,7 +104,7 @@ def measure(num_seqs: int, temperature: float, num_steps: int = 120) -> dict[str
         while engine.scheduler.waiting:
             engine.step()
         with ExitStack() as stack:
-            watch = Stopwatch()
+            watch = Stopwatch(time.thread_time)
             if is_timed:
                 for part, methods in PARTS.items():
                     for owner, name in methods:
@@ -147,7 +114,7 @@ def measure(num_seqs: int, temperature: float, num_steps: int = 120) -> dict[str
                 begin = time.thread_time()
                 engine.step()
                 totals += [] if is_timed else [time.thread_time() - begin]
-                for part, seconds in watch.take().items():
+                for part, seconds in watch.take()[0].items():
                     parts[part] += [seconds] if is_timed else []
     result = {part: 1e3 * statistics.median(parts[part]) for part in [*PARTS, "other"]}
     return {"a step": 1e3 * statistics.median(totals), **result, "messages": _measure_messages(num_seqs, params)}

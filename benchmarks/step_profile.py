@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from unittest import mock
 
 import torch
 from linear_layers import Floor, measure_floor
+from stopwatch import Stopwatch
 
 from minivllm.bench.offline import run_offline
 from minivllm.bench.report import format_table
@@ -66,46 +66,6 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
-
-
-class Stopwatch:
-    """Adds up the time spent in each part; time in a nested part counts for that one only.
-
-    `switches` counts how often the stopwatch switched away from each part.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.switches: Counter[str] = Counter()
-        self._running = ["other"]
-        self._since = time.perf_counter()
-
-    def _switch(self) -> None:
-        now = time.perf_counter()
-        self.seconds[self._running[-1]] += now - self._since
-        self.switches[self._running[-1]] += 1
-        self._since = now
-
-    def timed(self, part: str, function: Callable) -> Callable:
-        """The function, its time counted for a part."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._switch()
-            self._running.append(part)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._switch()
-                self._running.pop()
-
-        return call
-
-    def take(self) -> tuple[dict[str, float], Counter[str]]:
-        """Seconds and switches of each part since the last call."""
-        self._switch()
-        taken = self.seconds, self.switches
-        self.seconds, self.switches = defaultdict(float), Counter()
-        return taken
 
 
 def profile_offline(engine: LLMEngine, name: str, requests: list[WorkloadRequest]) -> Profile:

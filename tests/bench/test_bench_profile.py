@@ -9,6 +9,7 @@ from pathlib import Path
 
 import cpu_kernels
 import decode_attention
+import host_time
 import linear_layers
 import pytest
 import torch
@@ -136,3 +137,9 @@ def test_the_kernels_benchmark_draws_the_roofline(capsys, monkeypatch, tmp_path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert f"The roofline: {path}" in capsys.readouterr().out
     assert cpu_kernels.peaks(json.loads(saved.read_text())) == cpu_kernels.peaks(results)
+
+
+def test_the_hosts_part_of_a_step_is_measured_part_by_part():
+    parts = host_time.measure(3, temperature=0.6, num_steps=8)
+    assert list(parts) == ["a step", *host_time.PARTS, "other", "messages"] and min(parts.values()) > 0
+    assert sum(parts[part] for part in [*host_time.PARTS, "other"]) > 0.5 * parts["a step"]
