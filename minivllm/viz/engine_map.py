@@ -59,7 +59,11 @@ PARTS = (
     Part("Kernels", "kernels/reference.py", "computes", 6.0, -1.7, (5, 6), "tensors in, tensors out"),
 )
 
-OTHER_FILES = {(12, "Executor"): "executor/multiproc.py"}
+OTHER_FILES = {
+    (12, "Executor"): "executor/multiproc.py",
+    (13, "AsyncMPClient"): "data_parallel/client.py",
+    (13, "EngineCoreProc"): "data_parallel/engine_core_proc.py",
+}
 """The file of a part in a lesson that builds another form of it."""
 
 ARROWS = (

@@ -55,7 +55,7 @@ def draw_overlap(traces: Mapping[str, EngineTrace], first: int = 0, num_steps: i
             raise ConfigError(f"{name} has {len(trace)} steps, fewer than first + num_steps = {first + num_steps}.")
         device, host = (spans(trace)[first : first + num_steps] for spans in (device_spans, host_spans))
         origin = min(device[0][0], host[0][0])
-        busy, duration = sum(end - start for start, end in device), device[-1][1] - device[0][0]
+        busy, duration = sum(end - start for start, end in device), device[-1][1] - origin
         for row, spans in enumerate((host, device)):
             for number, (start, end) in enumerate(spans):
                 color = NEUTRAL if row == 0 else REQUEST_COLORS[number % 2]

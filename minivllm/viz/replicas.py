@@ -38,7 +38,7 @@ def draw_service(num_replicas: int = 2) -> Figure:
     _box(axes, 5.0, -1.05, 2.6, 0.6, _DECIDES, "coordinator\nthe loads of all replicas", small=True)
     axes.annotate("", (7.65, -0.72), (10.9, 0.3), arrowprops=_arrow(_DECIDES, "--", "arc3,rad=-0.35"))
     axes.annotate("", (1.35, 0.07), (4.95, -0.75), arrowprops=_arrow(_DECIDES, "--", "arc3,rad=-0.25"))
-    axes.text(9.9, -0.9, "loads, when they change", **{**_SMALL, "ha": "left"})
+    axes.text(9.9, -0.9, "loads of each replica,\nwhen they change", **{**_SMALL, "ha": "left"})
     axes.text(0.9, -0.9, "loads, at most every 0.1 s", **{**_SMALL, "ha": "left"})
     return figure
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from minivllm.simulation.engine import ReplicaRun
 
 _PERCENTILES = ("p50", "p95", "p99")
+_ROUTINGS = ("round-robin", "least-loaded", "prefix-aware")
+"""Each has its own color in all figures."""
 
 
 def draw_routing(runs: Sequence[ReplicaRun]) -> Figure:
@@ -28,8 +30,10 @@ def draw_routing(runs: Sequence[ReplicaRun]) -> Figure:
     has_hits = any(run.prefix_hit_rate for run in runs)
     times, *middle, loads = figure.subplots(1, 2 + has_hits, width_ratios=(3, 2, 3) if has_hits else (1, 1))
     width = 0.8 / len(runs)
+    others = [run.routing for run in runs if run.routing not in _ROUTINGS]
+    colors = {name: REQUEST_COLORS[i % len(REQUEST_COLORS)] for i, name in enumerate([*_ROUTINGS, *others])}
     for i, run in enumerate(runs):
-        color = REQUEST_COLORS[i % len(REQUEST_COLORS)]
+        color = colors[run.routing]
         offsets = [group + (i - (len(runs) - 1) / 2) * width for group in range(len(_PERCENTILES))]
         times.bar(offsets, [getattr(run.ttft, name) for name in _PERCENTILES], width * 0.92, color=color, label=run.routing)
         for hits in middle:

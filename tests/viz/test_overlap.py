@@ -37,7 +37,7 @@ def test_the_device_waits_only_where_one_step_is_in_flight():
     assert device_spans(two) == [(6.0 * i + 2, 6.0 * i + 8) for i in range(10)]
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(host_spans(two)))
     titles = [axes.get_title(loc="left") for axes in draw_overlap({"one": one, "two": two}).axes]
-    assert titles == ["one: 7,750.0 ms per step, device busy 77%", "two: 6,000.0 ms per step, device busy 100%"]
+    assert titles == ["one: 8,000.0 ms per step, device busy 75%", "two: 6,250.0 ms per step, device busy 96%"]
 
 
 def test_there_must_be_enough_steps():
