@@ -276,10 +276,10 @@ class EngineArgs:
     )
     prompt_lookup_max: int = _arg(4, "Longest n-gram to look up: the tokens that followed its last occurrence become the draft.")
     prompt_lookup_min: int = _arg(2, "Shortest n-gram to look up when longer ones have not occurred before.")
-    async_scheduling: bool | None = _arg(
-        None,
-        "Schedule the next step while the device computes this one; the output stays the same. None: on a GPU, with one worker in the engine's "
-        "process and no scheduler, block space manager or sampler of your own.",
+    async_scheduling: bool = _arg(
+        False,
+        "Schedule the next step while the device computes this one; the output stays the same. Pays on a GPU; needs one worker in the engine's process, "
+        "and no block space manager of your own.",
     )
     skip_tokenizer_init: bool = _arg(False, "Load no tokenizer: prompts are token ids, and outputs have no text.")
     scheduler_cls: type | None = _arg(None, "Scheduler class, such as `StaticBatchScheduler` or your own.")
@@ -361,8 +361,7 @@ class EngineArgs:
             is_chunked = max_model_len > LONGEST_WHOLE_PROMPT
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max(2048, self.max_num_seqs, 0 if is_chunked else max_model_len)
-        given: dict[str, Any] = {"enable_chunked_prefill": is_chunked, "max_num_batched_tokens": max_num_batched_tokens}
-        given["async_scheduling"] = bool(self.async_scheduling)
+        given = {"enable_chunked_prefill": is_chunked, "max_num_batched_tokens": max_num_batched_tokens}
         config = self._part(SchedulerConfig, policy=self.scheduling_policy, **given)
         config.check_prompts_fit(max_model_len)
         return config

@@ -1,6 +1,7 @@
 """The outputs of the engine: plain data, whether streamed step by step or returned at the end.
 
-What is made for every token is a `msgspec.Struct`, which is several times as fast to make and to copy as a dataclass.
+What is made for every token is a `msgspec.Struct`, which is several times as fast to make and to copy as a dataclass. `msgspec.structs.replace` and
+`msgspec.structs.asdict` do for it what those of `dataclasses` do.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from pathlib import Path
 import msgspec
 
 from minivllm import __version__
+from minivllm.core.async_scheduler import AsyncScheduler
+from minivllm.core.scheduler import Scheduler
 from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.executor.processes import LogMessage, Message
@@ -199,6 +201,9 @@ def hash_config(config: EngineConfig) -> str:
     Paths, devices and the number of workers may differ from node to node.
     """
     model = config.model_config
+    # These depend on the device, and the answers do not depend on these.
+    scheduler_config = replace(config.scheduler_config, max_num_batched_tokens=2**40, async_scheduling=False)
+    scheduler_cls = Scheduler if config.scheduler_cls is AsyncScheduler else config.scheduler_cls
     relevant = {
         "weights": _describe_weights(model.path),
         "architecture": model.architecture,
@@ -211,7 +216,7 @@ def hash_config(config: EngineConfig) -> str:
         "dtype": config.worker_config.dtype,
         "quantization": config.worker_config.quantization,
         "attention_backend": _name(config.worker_config.attention_backend),
-        "classes": [_name(config.scheduler_cls), _name(config.block_space_manager_cls), _name(config.worker_config.sampler_cls)],
-        "scheduler": msgspec.to_builtins(replace(config.scheduler_config, max_num_batched_tokens=2**40)),  # depends on the device
+        "classes": [_name(scheduler_cls), _name(config.block_space_manager_cls), _name(config.worker_config.sampler_cls)],
+        "scheduler": msgspec.to_builtins(scheduler_config),
     }
     return hashlib.sha256(msgspec.json.encode(relevant, order="sorted", enc_hook=str)).hexdigest()

@@ -118,7 +118,11 @@ class InprocClient(EngineCoreClient):
     def get_output(self) -> EngineCoreOutputs:
         """Run one step."""
         outputs = self.core.step()
-        self.core.finish_surplus_steps()
+        try:
+            self.core.finish_surplus_steps()
+        except BaseException:  # Ctrl-C
+            self.core.report_again(outputs.outputs)
+            raise
         return outputs
 
     def shutdown(self) -> None:

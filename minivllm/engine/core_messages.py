@@ -16,7 +16,7 @@ from minivllm.engine.trace import StepRecord
 from minivllm.errors import ConfigError, EngineDeadError, ModelLoadError
 from minivllm.executor.processes import LogMessage, Message, plain_number
 from minivllm.outputs import Logprob, RequestMetrics
-from minivllm.request import EngineCoreRequest
+from minivllm.request import EngineCoreRequest, Request
 
 
 class ReplicaLoad(NamedTuple):
@@ -334,3 +334,13 @@ def encode(message: ToCore | FromCore) -> bytes:
 # Each raises a `msgspec.DecodeError` for anything else.
 decode_to_core: Callable[[bytes], ToCore] = msgspec.msgpack.Decoder(ToCore).decode
 decode_from_core: Callable[[bytes], FromCore] = msgspec.msgpack.Decoder(FromCore).decode
+
+
+def make_output(
+    request: Request, sequences: list[NewTokens], finished: bool = False, error: str | None = None
+) -> EngineCoreOutput:
+    """What to tell the frontend about a request."""
+    data, metrics = request.data, request.metrics.copy()
+    return EngineCoreOutput(
+        data.request_id, data.number, sequences, finished, metrics, error=error, client_index=data.client_index
+    )

@@ -52,12 +52,8 @@ def check_plugin(name: str, plugin: Any, methods: tuple[str, ...]) -> None:
         )
 
 
-def schedules_asynchronously(args: EngineArgs) -> bool:
-    """Whether steps are scheduled while the device computes, if the arguments do not say: on a GPU where nothing forbids it.
-
-    Raises:
-        ConfigError: They ask for it where it is impossible.
-    """
+def check_async_scheduling(args: EngineArgs) -> None:
+    """Raise a ConfigError if the arguments ask for steps in flight where that is impossible."""
     scheduler_cls = args.scheduler_cls or AsyncScheduler
     if args.parallel_config().uses_processes:
         obstacle = "workers in processes of their own take one step at a time"
@@ -66,15 +62,9 @@ def schedules_asynchronously(args: EngineArgs) -> bool:
     elif args.block_space_manager_cls is not None:
         obstacle = f"block_space_manager_cls is {args.block_space_manager_cls.__name__}, which may not know of steps in flight"
     else:
-        obstacle = None
-    if args.async_scheduling and obstacle is not None:
+        return
+    if args.async_scheduling:
         raise ConfigError(f"async_scheduling is on, but {obstacle}: leave it out.")
-    if args.async_scheduling is not None or obstacle is not None:
-        return bool(args.async_scheduling)
-    import torch
-
-    # A sampler of one's own hands over tokens, not a promise of them, so that nothing would be gained; nor where the device is the host.
-    return args.sampler_cls is None and args.device != "cpu" and torch.cuda.is_available()
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,7 @@ class EngineConfig:
             model_config = replace(model_config, sampling_defaults=load_sampling_defaults(model_config.path))
         parallel_config = args.parallel_config()
         check_can_be_split(model_config, parallel_config.tensor_parallel_size)
-        args = replace(args, async_scheduling=schedules_asynchronously(args))
+        check_async_scheduling(args)
         return cls(
             model_config,
             args.cache_config(),

@@ -14,18 +14,26 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.structured_output import StructuredOutputManager
-from minivllm.engine.core_messages import EngineCoreOutput, EngineCoreOutputs, NewTokens, SchedulerStats, StoppedSequence
+from minivllm.engine.core_messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    NewTokens,
+    SchedulerStats,
+    StoppedSequence,
+    make_output,
+)
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.trace import EngineTrace
 from minivllm.engine.trace_recorder import TraceRecorder
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
-from minivllm.executor.base import Executor, PendingStep
+from minivllm.executor.base import Executor, PendingStep, fail_later
 from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
 from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 
@@ -51,24 +59,19 @@ class EngineCore:
     ) -> None:
         self.model_config, self.cache_config, self.scheduler_config = model_config, cache_config, scheduler_config
         self.executor, self.clock = executor, clock
-        num_gpu_blocks, num_cpu_blocks = executor.determine_num_available_blocks()
-        executor.initialize_cache(num_gpu_blocks, num_cpu_blocks)
-        self.block_manager = block_space_manager_cls(
-            cache_config.block_size,
-            num_gpu_blocks,
-            num_cpu_blocks,
-            watermark=cache_config.watermark,
-            enable_prefix_caching=cache_config.enable_prefix_caching,
-        )
+        self.num_gpu_blocks, num_cpu_blocks = executor.determine_num_available_blocks()
+        executor.initialize_cache(self.num_gpu_blocks, num_cpu_blocks)
+        options: dict[str, Any] = {
+            "watermark": cache_config.watermark,
+            "enable_prefix_caching": cache_config.enable_prefix_caching,
+        }
+        self.block_manager = block_space_manager_cls(cache_config.block_size, self.num_gpu_blocks, num_cpu_blocks, **options)
         self.scheduler = scheduler_cls(scheduler_config, self.block_manager)
-        self.num_gpu_blocks = num_gpu_blocks
-        self.num_requests = 0
-        """Requests received so far."""
-        self.num_steps = self.num_generated_tokens = 0
+        self.num_requests = self.num_steps = self.num_generated_tokens = 0  # so far
         self.num_preemptions = 0
         """How often a sequence lost its cache blocks."""
-        self.has_failed = False
-        """Whether the model failed in the last step."""
+        self.has_failed: bool | None = None
+        """Whether the model failed in the last `step`; None if no step ended there but such as nobody waits for."""
         self.structured_outputs = StructuredOutputManager(model_config)
         """Requests wait here until their grammars are compiled."""
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
@@ -86,15 +89,10 @@ class EngineCore:
             ConfigError: The configuration cannot work on this machine.
         """
         executor = executor or config.make_executor()
+        configs = (config.model_config, config.cache_config, config.scheduler_config)
+        scheduler_cls, manager_cls = config.scheduler_cls, config.block_space_manager_cls
         try:
-            return cls(
-                config.model_config,
-                config.cache_config,
-                config.scheduler_config,
-                executor,
-                scheduler_cls=config.scheduler_cls,
-                block_space_manager_cls=config.block_space_manager_cls,
-            )
+            return cls(*configs, executor, scheduler_cls=scheduler_cls, block_space_manager_cls=manager_cls)
         except BaseException:
             executor.shutdown()
             raise
@@ -188,9 +186,8 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_unfinished_requests() or bool(
-            self.structured_outputs.compiling or self._outputs or self._in_flight
-        )
+        others = self.structured_outputs.compiling or self._outputs or self._in_flight
+        return self.scheduler.has_unfinished_requests() or bool(others)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -205,12 +202,15 @@ class EngineCore:
         If the model fails, the requests of the step finish with an error, and the others go on. After Ctrl-C in the model, the next
         step reports the requests that it ended.
         """
-        self.has_failed = False
+        self.has_failed = None
         while len(self._in_flight) < self.max_concurrent_batches and (scheduled := self.schedule()) is not None:
             try:
-                self._in_flight.append((scheduled, self.launch(scheduled)))
+                pending = self.launch(scheduled)
+            except Exception as error:
+                pending = fail_later(error)  # after the steps that were launched before
             except BaseException as error:
                 self._fail_step(scheduled, error)
+            self._in_flight.append((scheduled, pending))
         return self.report(self._finish_oldest() if self._in_flight else None)
 
     def _finish_oldest(self) -> float | None:
@@ -222,13 +222,23 @@ class EngineCore:
             self._fail_step(scheduled, error)
             return None
         now = self.clock()
-        self.update(scheduled, results, now)
+        try:
+            self.update(scheduled, results, now)
+        except KeyboardInterrupt as error:
+            if self.max_concurrent_batches > 1:  # else it is computed again
+                self._fail_step(scheduled, error)
+            raise
+        self.has_failed = bool(self.has_failed)
         return now
 
     def finish_surplus_steps(self) -> None:
         """If no request is left, wait for the steps that are still in flight. Nobody needs their results."""
         while self._in_flight and not self.scheduler.has_unfinished_requests():
             self._finish_oldest()
+
+    def report_again(self, outputs: list[EngineCoreOutput]) -> None:
+        """Report outputs once more, with the next step: they did not arrive."""
+        self._outputs = outputs + self._outputs
 
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next step. None if there is nothing to compute now, or something to collect or report first."""
@@ -269,8 +279,8 @@ class EngineCore:
         if self._recorder is not None:
             self._recorder.await_step(scheduled, self.clock())
         results = pending()
-        if len(results) != len(scheduled.scheduled):
-            raise RuntimeError(f"the executor returned {len(results)} results for {len(scheduled.scheduled)} sequences")
+        if (count := len(scheduled.scheduled)) != len(results):
+            raise RuntimeError(f"the executor returned {len(results)} results for {count} sequences")
         return results
 
     def update(self, scheduled: SchedulerOutput, results: list[SequenceOutput], now: float) -> None:
@@ -345,8 +355,8 @@ class EngineCore:
             raise error
         sequences = [*(item.seq for item in scheduled.scheduled), *scheduled.preempted, *scheduled.swapped_in]
         requests = dict.fromkeys(seq.request for seq in sequences if not seq.finished)
-        if isinstance(error, Exception):
-            self.has_failed = self.has_failed or bool(requests)  # there is none if an earlier step has failed
+        if isinstance(error, Exception) and requests:  # else an earlier step has failed, and ended them
+            self.has_failed = True
             logger.exception("The model failed in a step of %d sequences; their requests finish.", len(scheduled.scheduled))
         now, cause = self.clock(), f"{type(error).__name__}: {error}"
         for request in requests:
@@ -388,13 +398,3 @@ class EngineCore:
         """End the workers."""
         self.structured_outputs.shutdown()
         self.executor.shutdown()
-
-
-def make_output(
-    request: Request, sequences: list[NewTokens], finished: bool = False, error: str | None = None
-) -> EngineCoreOutput:
-    """What to tell the frontend about a request."""
-    data, metrics = request.data, request.metrics.copy()
-    return EngineCoreOutput(
-        data.request_id, data.number, sequences, finished, metrics, error=error, client_index=data.client_index
-    )

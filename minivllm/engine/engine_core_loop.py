@@ -33,8 +33,9 @@ from minivllm.engine.core_messages import (
     Shutdown,
     StopSequences,
     ToCore,
+    make_output,
 )
-from minivllm.engine.engine_core import EngineCore, make_output
+from minivllm.engine.engine_core import EngineCore
 from minivllm.errors import EngineDeadError, RequestError, WorkerKilledError
 from minivllm.request import Request
 
@@ -193,15 +194,17 @@ class EngineCoreLoop:
         self._step_since = None
         outputs = message.outputs
         self._send(message)
-        self._num_failed_steps = self._num_failed_steps + 1 if self.core.has_failed else 0
+        if self.core.has_failed is not None:
+            self._num_failed_steps = self._num_failed_steps + 1 if self.core.has_failed else 0
         if self._num_failed_steps == MAX_FAILED_STEPS:
-            raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed. {outputs[-1].error}")
+            cause = next((output.error for output in reversed(outputs) if output.error), "")
+            raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed. {cause}")
 
     def _send(self, message: EngineCoreOutputs) -> None:
         message.outputs, self._refused = self._refused + message.outputs, []
         trace = self.core.trace
         if trace is not None:  # given away step by step, or it would grow forever
-            message.record = trace.steps.pop() if trace.steps else None
+            message.record = trace.steps.pop(0) if trace.steps else None
             for request_id in [name for name, record in trace.requests.items() if record.finished_time is not None]:
                 del trace.requests[request_id]
         self.output_queue.put(message)

@@ -5,15 +5,26 @@ Only plain data crosses it. Mirrors `vllm/v1/executor/abstract.py`.
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceOutput
 
 PendingStep = Callable[[], list[SequenceOutput]]
 """A step that was launched. Calling it waits for the results."""
+
+
+def fail_later(error: Exception) -> PendingStep:
+    """A step that failed while it was launched: the error is raised when its turn comes. Until then it must keep no tensor of the step alive."""
+    traceback.clear_frames(error.__traceback__)
+    return partial(_raise, error)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 class Executor(ABC):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from minivllm.executor.base import Executor, PendingStep
+from minivllm.executor.base import Executor, PendingStep, fail_later
 from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
 from minivllm.worker.worker import Worker
 
@@ -43,11 +43,7 @@ class UniProcExecutor(Executor):
         try:
             return self.worker.launch_model(request)
         except Exception as error:
-            return partial(_raise, error)  # when its turn comes
+            return fail_later(error)
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -46,9 +46,10 @@ class BlockTables:
         written = self._written
         for i, table in enumerate(tables):
             if written[i] != table:
+                written[i] = []  # until it is complete: Ctrl-C may come
                 row = self._array[i]
                 row[: len(table)] = table
-                row[len(table) : max(len(table), len(written[i]))] = 0
+                row[len(table) :] = 0
                 written[i] = list(table)  # the scheduler's own list grows
         return self._array[: len(tables), :width].copy()
 
@@ -57,5 +58,5 @@ class BlockTables:
         if num_rows > rows or width > columns:
             larger = np.zeros((max(num_rows, rows), max(width, 2 * columns if width > columns else columns)), np.int32)
             larger[:rows, :columns] = self._array
+            self._written += [[] for _ in range(len(larger) - len(self._written))]
             self._array = larger
-            self._written += [[] for _ in range(len(larger) - rows)]

@@ -1,8 +1,10 @@
-"""When steps are scheduled while the device computes, and what is said where that is impossible."""
+"""When steps are scheduled while the device computes, what is said where that is impossible, and steps that fail in flight."""
 
 from __future__ import annotations
 
 import asyncio
+import weakref
+from functools import partial
 
 import pytest
 from shadow import expected_tokens, shadow_engine
@@ -11,9 +13,14 @@ from minivllm import SamplingParams, Scheduler, StaticBatchScheduler
 from minivllm.config import EngineArgs
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.data_parallel.messages import hash_config
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.engine.engine_config import schedules_asynchronously
+from minivllm.engine.core_messages import AddRequest
+from minivllm.engine.engine_config import EngineConfig, check_async_scheduling
+from minivllm.engine.engine_core_loop import MAX_FAILED_STEPS, EngineCoreLoop
+from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
+from minivllm.simulation.engine import make_simulated_engine
 from minivllm.worker.sampler import Sampler
 
 
@@ -21,27 +28,65 @@ class Mine(AsyncScheduler):
     """A scheduler of one's own that knows of steps in flight."""
 
 
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_by_default_only_on_a_gpu_where_nothing_forbids_it(monkeypatch, has_gpu):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    assert schedules_asynchronously(EngineArgs()) == has_gpu
-    assert schedules_asynchronously(EngineArgs(scheduler_cls=Mine)) == has_gpu
-    for args in (
-        {"device": "cpu"},
-        {"tensor_parallel_size": 2},
-        {"distributed_executor_backend": "mp"},
-        {"scheduler_cls": Scheduler},
-        {"scheduler_cls": StaticBatchScheduler},
-        {"block_space_manager_cls": BlockSpaceManager},
-        {"sampler_cls": Sampler},
-        {"async_scheduling": False},
-    ):
-        assert not schedules_asynchronously(EngineArgs(**args))
+def test_only_where_it_is_asked_for(tiny_llama):
+    assert EngineConfig.from_engine_args(EngineArgs(tiny_llama, skip_tokenizer_init=True)).scheduler_cls is Scheduler
+    for scheduler_cls in (None, Mine):
+        args = EngineArgs(
+            tiny_llama, skip_tokenizer_init=True, async_scheduling=True, scheduler_cls=scheduler_cls, sampler_cls=Sampler
+        )
+        assert EngineConfig.from_engine_args(args).scheduler_cls is (scheduler_cls or AsyncScheduler)
 
 
-def test_where_asked_for_on_a_cpu_too():
-    assert schedules_asynchronously(EngineArgs(async_scheduling=True, device="cpu"))
-    assert schedules_asynchronously(EngineArgs(async_scheduling=True, sampler_cls=Sampler))
+def test_replicas_with_and_without_it_belong_together(tiny_llama):
+    args = [EngineArgs(tiny_llama, skip_tokenizer_init=True, async_scheduling=on) for on in (False, True)]
+    assert len({hash_config(EngineConfig.from_engine_args(each)) for each in args}) == 1
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_device_that_fails_in_every_step_is_given_up(async_scheduling):
+    """A surplus step that fails behind a step that failed is no success between the two."""
+    engine = make_simulated_engine(async_scheduling=async_scheduling, num_gpu_blocks=100)
+    loop, params = EngineCoreLoop(engine.core), SamplingParams(max_tokens=10, ignore_eos=True)
+
+    def fail(request):
+        raise RuntimeError("the device is gone")
+
+    engine.executor.launch_model = lambda request: partial(fail, request)
+    with pytest.raises(RuntimeError, match="steps in a row failed. The model failed in a step: RuntimeError: the device is gone"):
+        for number in range(20):
+            if not engine.core.scheduler.has_unfinished_requests():
+                request = engine.input_processor.process_inputs(str(number), [1, 2, 3], params).core_request
+                loop._handle(AddRequest(request))
+            loop._step()
+    assert int(request.request_id) <= MAX_FAILED_STEPS
+
+
+def test_a_step_that_fails_while_it_is_launched_fails_in_its_turn():
+    """It is recorded after the step before, keeps nothing of the step alive, and the others go on."""
+    engine = make_simulated_engine(async_scheduling=True, num_gpu_blocks=100, trace=True)
+    launch, kept = engine.executor.launch_model, []
+
+    def launch_or_fail(request):
+        if len(engine.trace.steps) == 2 and not kept:
+            tensor = Tensor()
+            kept.append(weakref.ref(tensor))
+            raise RuntimeError("out of memory")
+        return launch(request)
+
+    engine.executor.launch_model = launch_or_fail
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=10, ignore_eos=True))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        assert not kept or kept[0]() is None
+    assert "out of memory" in outputs[-1].error and len(outputs[-1].outputs[0].token_ids) == 3
+    assert [step.error is None for step in engine.trace][:4] == [True, True, True, False]  # then perhaps a surplus one
+    EngineTrace.from_json(engine.trace.to_json())
+    assert engine.block_manager.get_num_free_gpu_blocks() == 100
+
+
+class Tensor:
+    """Something that takes much memory."""
 
 
 @pytest.mark.parametrize(
@@ -54,7 +99,7 @@ def test_where_asked_for_on_a_cpu_too():
 )
 def test_asked_for_where_it_is_impossible(args, cause):
     with pytest.raises(ConfigError, match=f"async_scheduling is on, but {cause}.*: leave it out."):
-        schedules_asynchronously(EngineArgs(async_scheduling=True, **args))
+        check_async_scheduling(EngineArgs(async_scheduling=True, **args))
 
 
 def test_streams_of_a_core_in_a_thread_that_hang_up_or_stop_while_a_step_is_in_flight():

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.engine import core_messages
-from minivllm.engine.core_messages import EngineCoreOutputs, SchedulerStats, ToCore
+from minivllm.engine.core_messages import EngineCoreOutputs, SchedulerStats, ToCore, make_output
 from minivllm.engine.detokenizer import IncrementalDetokenizer
-from minivllm.engine.engine_core import make_output
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest, Request
 
