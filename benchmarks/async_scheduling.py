@@ -1,6 +1,7 @@
 """What scheduling beside the device gains: the engine over a simulated device, and a host that really takes its time.
 
 python benchmarks/async_scheduling.py --json async_scheduling.json
+python benchmarks/async_scheduling.py --plot docs/async_scheduling.png    # only draws
 
 Every step takes the device the same time, whatever its batch. The engine without a tokenizer does the rest: scheduling, block tables, results,
 outputs. There is no model input to prepare, which a worker on a GPU does as well.
@@ -14,10 +15,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from minivllm.bench.report import format_table, report
+from minivllm.engine.llm_engine import LLMEngine
 from minivllm.executor.simulated import VirtualClock
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.simulation.engine import make_simulated_engine
+from minivllm.viz.overlap import draw_overlap
 
 PROMPT_TOKENS = 32
 
@@ -69,11 +74,10 @@ class Rate:
     host_ms: float
 
 
-def measure(name: str, num_seqs: int, device_ms: float, async_scheduling: bool, num_steps: int) -> Rate:
-    """Time `num_steps` decode steps of `num_seqs` sequences by the clock with this name."""
-    clock = CLOCKS[name]()
+def start_engine(name: str, num_seqs: int, device_ms: float, async_scheduling: bool, num_steps: int) -> LLMEngine:
+    """An engine with the clock of this name, whose `num_seqs` sequences decode for `num_steps` more steps at the least."""
     engine = make_simulated_engine(
-        clock=clock,
+        clock=CLOCKS[name](),
         cost_model=lambda work: device_ms / 1000 if work.decode_seqs else 0.0,
         num_gpu_blocks=num_seqs * (PROMPT_TOKENS + num_steps + 64) // 16 + num_seqs,
         max_num_seqs=num_seqs,
@@ -88,6 +92,13 @@ def measure(name: str, num_seqs: int, device_ms: float, async_scheduling: bool, 
         engine.step()
     gc.collect()
     gc.freeze()  # as servers do, or the collector would walk through everything now and then
+    return engine
+
+
+def measure(name: str, num_seqs: int, device_ms: float, async_scheduling: bool, num_steps: int) -> Rate:
+    """Time `num_steps` decode steps of `num_seqs` sequences by the clock with this name."""
+    engine = start_engine(name, num_seqs, device_ms, async_scheduling, num_steps)
+    clock = engine.core.clock
     start, busy = clock(), time.process_time()
     for _ in range(num_steps):
         engine.step()
@@ -113,6 +124,17 @@ def format_rates(rates: list[Rate]) -> str:
     return format_table(headers, rows, left=0)
 
 
+def draw(num_seqs: int, device_ms: float) -> Figure:
+    """Eight steps with one step in flight and with two, by the processor's clock."""
+    traces = {}
+    for name, async_scheduling in (("one step in flight", False), ("two steps in flight", True)):
+        engine = start_engine("processor", num_seqs, device_ms, async_scheduling, 20)
+        traces[name] = engine.start_trace()
+        for _ in range(14):
+            engine.step()
+    return draw_overlap(traces, first=4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -121,7 +143,11 @@ def main() -> None:
     parser.add_argument("--device-ms", type=float, default=6.0, help="what the device takes for a step (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=500, help="steps to time (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw when device and host are busy, with the largest batch")
     arguments = parser.parse_args()
+    if arguments.plot:
+        draw(max(arguments.num_seqs), arguments.device_ms).savefig(arguments.plot, dpi=100)
+        return
     rates = [
         measure(clock, num_seqs, arguments.device_ms, async_scheduling, arguments.steps)
         for clock in CLOCKS
