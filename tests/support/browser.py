@@ -23,8 +23,9 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 CHROMIUM = os.environ.get("MINIVLLM_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 ARGUMENTS += ["--disable-component-update", "--disable-sync"]
-PATIENCE = 30
-"""Seconds until something must have happened."""
+PATIENCE = 60
+"""Seconds until something must have happened. On a machine that runs other tests beside, most takes longer than one thinks."""
+sync_api.expect.set_options(timeout=PATIENCE * 1000)
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: `apt-get install chromium`")
 
