@@ -23,6 +23,10 @@ Phase = Literal["prefill", "decode", "mixed", "idle"]
 PLACEHOLDER = -1
 """In the place of a token id: the token that the worker has sampled last for this sequence, which the scheduler does not know yet."""
 
+Masks = dict[int, list[bytes]]
+"""Of sequences with structured outputs, by their place in the batch: which tokens may follow the last known one, and each draft
+(`StructuredOutputGrammar.masks`)."""
+
 RequestT = TypeVar("RequestT")
 
 
@@ -40,7 +44,7 @@ class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_un
         num_samples: Tokens to sample after the last known one: 0 if it is not computed yet, else 1, plus 1 for each sibling forked now.
         num_drafts: Draft tokens to verify. One more token is sampled after each.
         is_decode: Whether the newest token (and drafts) is computed, not a prompt or tokens lost to preemption.
-        masks: With structured outputs, which tokens may follow the last known one, and each draft (`StructuredOutputGrammar.masks`); else empty.
+        masks: With structured outputs, the sequence's `Masks`, which come once the step has been launched; else empty.
     """
 
     request: RequestT
@@ -64,6 +68,12 @@ class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_un
 
 class SequenceData(SequencePart[EngineCoreRequest], array_like=True, forbid_unknown_fields=True):
     """A sequence's part in a step, as the worker gets it."""
+
+
+def apply_masks(sequences: list[SequenceData], masks: Masks) -> None:
+    """Hand the masks to the sequences of a batch."""
+    for i, of_sequence in masks.items():
+        sequences[i].masks = of_sequence
 
 
 @dataclass(slots=True)
@@ -147,7 +157,6 @@ class ScheduledSequence:
             1 + seq.num_unforked_siblings if self.needs_sampling else 0,
             len(drafts),
             self.is_decode,
-            seq.grammar.masks(drafts) if seq.grammar is not None and self.needs_sampling else [],
         )
 
 
@@ -174,8 +183,16 @@ class SchedulerOutput:
             return "decode"
         return "prefill" if self.num_prefills == len(self.scheduled) else "mixed"
 
+    def masks(self) -> Masks:
+        """What grammars allow, once the step has been launched and before the sequences move on."""
+        return {
+            i: item.seq.grammar.masks(item.draft_token_ids)
+            for i, item in enumerate(self.scheduled)
+            if item.seq.grammar is not None and item.needs_sampling
+        }
+
     def to_request(self) -> ExecuteModelRequest:
-        """The part that goes to the workers."""
+        """The part that goes to the workers. The `masks` follow."""
         sequences = [item.to_data() for item in self.scheduled]
         return ExecuteModelRequest(sequences, self.blocks_to_swap_out, self.blocks_to_swap_in, self.blocks_to_copy)
 

@@ -267,7 +267,8 @@ class EngineCore:
 
     def launch(self, scheduled: SchedulerOutput) -> PendingStep:
         """Hand a step to the executor, which computes it in the background, or when `collect` asks for the results."""
-        pending = self.executor.launch_model(scheduled.to_request())
+        self.executor.launch_model(scheduled.to_request())
+        pending = self.executor.sample_tokens(scheduled.masks())
         if isinstance(self.scheduler, AsyncScheduler):
             self.scheduler.advance(scheduled)
         if self._recorder is not None:

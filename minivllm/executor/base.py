@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, Masks, RankTiming, SequenceOutput, apply_masks
 
 PendingStep = Callable[[], list[SequenceOutput]]
 """A step that was launched. Calling it waits for the results."""
@@ -34,6 +34,7 @@ class Executor(ABC):
     """Whether the model runs in this process."""
     max_concurrent_batches = 1
     """How many steps may be in flight: launched, and not collected yet."""
+    _launched: ExecuteModelRequest | None = None
 
     @abstractmethod
     def determine_num_available_blocks(self) -> tuple[int, int]:
@@ -47,12 +48,22 @@ class Executor(ABC):
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         """Run a step: one output for each of `request.sequences`, in the same order."""
 
-    def launch_model(self, request: ExecuteModelRequest) -> PendingStep:
-        """Begin a step. It runs after those launched before, and its failure is raised by the function that is returned.
+    def launch_model(self, request: ExecuteModelRequest) -> None:
+        """Begin a step, after those launched before: the forward pass. `sample_tokens` must follow.
 
-        The request's block tables change once this returns. Here the step is computed when its results are asked for, which is as good where
-        only one is in flight; vLLM's name for this is `execute_model(..., non_block=True)`.
+        While a device is busy with it, the scheduler computes the masks of structured outputs. vLLM's name is `execute_model(..., non_block=True)`.
+        Here nothing is computed before the results are asked for, which is as good where only one step is in flight.
         """
+        self._launched = request
+
+    def sample_tokens(self, masks: Masks) -> PendingStep:
+        """Go on with the step that was launched last: sample, under these masks.
+
+        The request's block tables may change once this returns. A failure is raised by the function that is returned.
+        """
+        request, self._launched = self._launched, None
+        assert request is not None, "sample_tokens follows launch_model"
+        apply_masks(request.sequences, masks)
         return partial(self.execute_model, request)
 
     def record_timing(self, on: bool) -> None:

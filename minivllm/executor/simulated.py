@@ -17,7 +17,7 @@ import msgspec
 from minivllm.config import check_at_least
 from minivllm.errors import ConfigError
 from minivllm.executor.base import Executor, PendingStep
-from minivllm.scheduler_output import ExecuteModelRequest, SequenceData, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceData, SequenceOutput
 
 
 class VirtualClock:
@@ -162,9 +162,10 @@ class SimulatedExecutor(Executor):
         self.clock.advance(seconds)
         return self._outputs(request)
 
-    def launch_model(self, request: ExecuteModelRequest) -> PendingStep:
-        if self.max_concurrent_batches == 1:
-            return super().launch_model(request)
+    def sample_tokens(self, masks: Masks) -> PendingStep:
+        request = self._launched
+        if self.max_concurrent_batches == 1 or request is None:
+            return super().sample_tokens(masks)
         seconds = self._cost(request)
         end = self._busy_until = max(self._busy_until, self.clock()) + seconds
         outputs = self._outputs(request)

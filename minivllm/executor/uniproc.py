@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from minivllm.executor.base import Executor, PendingStep, fail_later
-from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
+from minivllm.executor.base import Executor, PendingStep
+from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceOutput
 from minivllm.worker.worker import Worker
 
 
@@ -36,14 +35,15 @@ class UniProcExecutor(Executor):
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         return self.worker.execute_model(request)
 
-    def launch_model(self, request: ExecuteModelRequest) -> PendingStep:
+    def launch_model(self, request: ExecuteModelRequest) -> None:
         """Begin a step: a GPU computes it in the background, a CPU here and now."""
         if self.max_concurrent_batches == 1:
-            return partial(self.execute_model, request)
-        try:
-            return self.worker.launch_model(request)
-        except Exception as error:
-            return fail_later(error)
+            super().launch_model(request)
+        else:
+            self.worker.launch_model(request)
+
+    def sample_tokens(self, masks: Masks) -> PendingStep:
+        return super().sample_tokens(masks) if self.max_concurrent_batches == 1 else self.worker.sample_tokens(masks)
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self.worker, method)(*args)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from minivllm.models.base import CausalLM
 from minivllm.outputs import Logprob
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import PLACEHOLDER, SequenceData, SequenceOutput
+from minivllm.scheduler_output import PLACEHOLDER, Masks, SequenceData, SequenceOutput, apply_masks
 from minivllm.worker.cuda_graphs import DecodeGraphs
 from minivllm.worker.logprobs import top_logprobs
 from minivllm.worker.model_input import BlockTables, ModelInput
@@ -35,6 +36,20 @@ from minivllm.worker.transfer import RecentTokens, pack_to_device, to_device
 
 PROMPT_LOGPROB_ROWS = 256
 """Rows of prompt logits computed at a time: the logits of a long prompt at once would take gigabytes."""
+
+
+class ForwardPass(NamedTuple):
+    """A step between `launch_model` and `sample_tokens`.
+
+    Attributes:
+        sequences: What was computed.
+        hidden: `[num_tokens, hidden_size]`.
+        sampled_rows: Those of `hidden` to sample from.
+    """
+
+    sequences: list[SequenceData]
+    hidden: Tensor
+    sampled_rows: list[int]
 
 
 class ModelRunner:
@@ -56,6 +71,7 @@ class ModelRunner:
         self.sampler = sampler or Sampler()
         self.graphs: DecodeGraphs | None = None
         self._block_tables = BlockTables()
+        self._launched: ForwardPass | None = None
 
     def prepare_inputs(self, sequences: list[SequenceData], num_blocks: int) -> ModelInput:
         """Lay out the tokens of a step and compute each one's position and cache slot.
@@ -133,19 +149,33 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> list[SequenceOutput]:
         """Run a step: one output for each sequence, in order. With several ranks, only rank 0 has logits to sample from."""
-        return self.launch_model(sequences, kv_caches)()
+        self.launch_model(sequences, kv_caches)
+        return self.sample_tokens({})()
 
     @torch.inference_mode()
-    def launch_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> Callable[[], list[SequenceOutput]]:
-        """`execute_model`, in two parts: a GPU gets its work, and the function that is returned waits for the results."""
+    def launch_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> None:
+        """The first half of `execute_model`, the forward pass: a GPU gets its work. `sample_tokens` must follow."""
+        self._launched = None
+        if not sequences:
+            return
         inputs = self.prepare_inputs(sequences, num_blocks=kv_caches[0][0].shape[0])
         if self.graphs is not None and self.graphs.can_run(inputs):
             hidden = self.graphs.run(inputs)
         else:
             hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
-        if len(inputs.sampled_rows) < len(hidden):
+        self._launched = ForwardPass(sequences, hidden, inputs.sampled_rows)
+
+    @torch.inference_mode()
+    def sample_tokens(self, masks: Masks) -> Callable[[], list[SequenceOutput]]:
+        """The second half, under the masks of structured outputs. The function that is returned waits for the results."""
+        launched, self._launched = self._launched, None
+        if launched is None:  # nothing to compute
+            return list
+        sequences, hidden, sampled_rows = launched
+        apply_masks(sequences, masks)
+        if len(sampled_rows) < len(hidden):
             # index_select, because hidden[rows] would wake all threads of torch for a few rows
-            hidden_rows = hidden.index_select(0, self._tensor(inputs.sampled_rows))
+            hidden_rows = hidden.index_select(0, self._tensor(sampled_rows))
         else:
             hidden_rows = hidden  # all of them, in order
         finish_sampling = self._sample(sequences, hidden_rows)

@@ -18,7 +18,7 @@ from minivllm.errors import ConfigError
 from minivllm.layers.platform import Platform
 from minivllm.models.compiled_llama import CompiledLlama, compile_model
 from minivllm.models.weights import load_model
-from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
 from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
 from minivllm.worker.model_runner import ModelRunner
@@ -133,12 +133,14 @@ class Worker:
             return []
         return self.model_runner.execute_model(request.sequences, self.cache_engine.gpu_cache)
 
-    def launch_model(self, request: ExecuteModelRequest) -> Callable[[], list[SequenceOutput]]:
-        """`execute_model`, in two parts: a GPU gets its work, and the function that is returned waits for the results."""
+    def launch_model(self, request: ExecuteModelRequest) -> None:
+        """The first half of `execute_model`: a GPU gets its work. `sample_tokens` must follow."""
         self._move_blocks(request)
-        if not request.sequences:
-            return list
-        return self.model_runner.launch_model(request.sequences, self.cache_engine.gpu_cache)
+        self.model_runner.launch_model(request.sequences, self.cache_engine.gpu_cache)
+
+    def sample_tokens(self, masks: Masks) -> Callable[[], list[SequenceOutput]]:
+        """The second half. The function that is returned waits for the results."""
+        return self.model_runner.sample_tokens(masks)
 
     def _move_blocks(self, request: ExecuteModelRequest) -> None:
         self.cache_engine.swap_out(request.blocks_to_swap_out)

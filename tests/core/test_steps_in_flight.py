@@ -203,10 +203,10 @@ def test_an_interrupted_step_ends_its_own_requests_only(flight, max_concurrent_b
     options = flight.arguments | {"scheduler_cls": AsyncScheduler}
     engine, executor = shadow_engine(**options, max_concurrent_batches=max_concurrent_batches, tokenizer=Characters())
     executor.observe = lambda output: observe(executor, output)
-    launch, step = executor.launch_model, engine.step
+    sample, step = executor.sample_tokens, engine.step
 
-    def launch_or_raise(request):
-        pending = launch(request)
+    def sample_or_raise(masks):
+        pending = sample(masks)
         if at_launch and executor.num_steps == interrupted_step:
             pending()
         return pending
@@ -219,7 +219,7 @@ def test_an_interrupted_step_ends_its_own_requests_only(flight, max_concurrent_b
             raised += 1
             return []
 
-    executor.launch_model, engine.step = launch_or_raise, step_and_go_on
+    executor.sample_tokens, engine.step = sample_or_raise, step_and_go_on
     results = run(engine, flight.jobs)
     event(f"interrupted: {raised == 1}")
     assert raised <= 1

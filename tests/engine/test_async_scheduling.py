@@ -48,10 +48,10 @@ def test_a_device_that_fails_in_every_step_is_given_up(async_scheduling):
     engine = make_simulated_engine(async_scheduling=async_scheduling, num_gpu_blocks=100)
     loop, params = EngineCoreLoop(engine.core), SamplingParams(max_tokens=10, ignore_eos=True)
 
-    def fail(request):
+    def fail(masks):
         raise RuntimeError("the device is gone")
 
-    engine.executor.launch_model = lambda request: partial(fail, request)
+    engine.executor.sample_tokens = lambda masks: partial(fail, masks)
     with pytest.raises(RuntimeError, match="steps in a row failed. The model failed in a step: RuntimeError: the device is gone"):
         for number in range(20):
             if not engine.core.scheduler.has_unfinished_requests():

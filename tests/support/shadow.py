@@ -19,7 +19,7 @@ from minivllm.engine.tokenizer import Tokenizer
 from minivllm.executor.base import Executor, PendingStep
 from minivllm.outputs import Logprob
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import PLACEHOLDER, ExecuteModelRequest, SchedulerOutput, SequenceData, SequenceOutput
+from minivllm.scheduler_output import PLACEHOLDER, ExecuteModelRequest, Masks, SchedulerOutput, SequenceData, SequenceOutput
 from minivllm.worker.sampler import random_key
 
 VOCAB_SIZE = 50
@@ -112,9 +112,10 @@ class ShadowExecutor(Executor):
         except AssertionError as error:
             raise Violation(str(error)) from error
 
-    def launch_model(self, request: ExecuteModelRequest) -> PendingStep:
+    def sample_tokens(self, masks: Masks) -> PendingStep:
+        execute = super().sample_tokens(masks)
         try:
-            results = self.execute_model(request)
+            results = execute()
         except Violation:
             raise
         except BaseException as error:
