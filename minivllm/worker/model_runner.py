@@ -21,17 +21,11 @@ from minivllm.outputs import Logprob
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import PLACEHOLDER, Masks, SequenceData, SequenceOutput, apply_masks
+from minivllm.worker.choice_in_parts import can_choose_in_parts, choose_in_part
 from minivllm.worker.cuda_graphs import DecodeGraphs
 from minivllm.worker.logprobs import top_logprobs
 from minivllm.worker.model_input import BlockTables, ModelInput
-from minivllm.worker.sampler import (
-    PendingTokens,
-    SampledToken,
-    Sampler,
-    SamplingRow,
-    can_choose_in_parts,
-    choose_in_part,
-)
+from minivllm.worker.sampler import PendingTokens, SampledToken, Sampler, SamplingRow
 from minivllm.worker.transfer import RecentTokens, pack_to_device, to_device
 
 PROMPT_LOGPROB_ROWS = 256
@@ -173,12 +167,9 @@ class ModelRunner:
             return list
         sequences, hidden, sampled_rows = launched
         apply_masks(sequences, masks)
-        if len(sampled_rows) < len(hidden):
-            # index_select, because hidden[rows] would wake all threads of torch for a few rows
-            hidden_rows = hidden.index_select(0, self._tensor(sampled_rows))
-        else:
-            hidden_rows = hidden  # all of them, in order
-        finish_sampling = self._sample(sequences, hidden_rows)
+        # index_select, because hidden[rows] would wake all threads of torch for a few rows
+        is_part = len(sampled_rows) < len(hidden)
+        finish_sampling = self._sample(sequences, hidden.index_select(0, self._tensor(sampled_rows)) if is_part else hidden)
         prompt_logprobs: dict[int, dict[int, dict[int, Logprob]]] = {}
         start = 0
         for i, seq in enumerate(sequences):
@@ -215,28 +206,20 @@ class ModelRunner:
 
         `hidden` has a row for each prediction: the last tokens of sequences, and their drafts. Returns a function that waits for the tokens.
         """
-        outputs = [SequenceOutput() for _ in sequences]
-        rows: list[SamplingRow] = []
-        hidden_rows: list[int] = []
-        owners: list[SequenceOutput] = []
-        sampled = [(seq, output) for seq, output in zip(sequences, outputs, strict=True) if seq.num_samples]
-        predictions = [(seq, i, output) for seq, output in sampled for i in range(1 + seq.num_drafts)]
-        for hidden_row, (seq, num_drafts, output) in enumerate(predictions):
-            for sibling in range(seq.num_samples):
-                rows.append(SamplingRow(seq, seq.index + sibling, num_drafts))
-                hidden_rows.append(hidden_row)
-                owners.append(output)
+        rows, hidden_rows, owners = _list_rows(sequences)
         chosen = self._choose(hidden, rows, hidden_rows) if rows else None
 
         def finish() -> list[SequenceOutput]:
+            outputs = [SequenceOutput() for _ in sequences]
             if chosen is None:
                 return outputs
             tokens = chosen.wait() if isinstance(chosen, PendingTokens) else chosen
             for row, owner, token in zip(rows, owners, tokens, strict=True):
-                owner.token_ids.append(token.token_id)
-                owner.error = owner.error or row.error
+                output = outputs[owner]
+                output.token_ids.append(token.token_id)
+                output.error = output.error or row.error
                 if token.logprobs is not None:
-                    owner.logprobs = [*(owner.logprobs or []), token.logprobs]
+                    output.logprobs = [*(output.logprobs or []), token.logprobs]
             return outputs
 
         return finish
@@ -288,3 +271,21 @@ class ModelRunner:
         if self.device.type == "cpu":  # nothing to transfer
             return torch.tensor(values, dtype=dtype)
         return to_device(values, self.device, dtype)
+
+
+def _list_rows(sequences: list[SequenceData]) -> tuple[list[SamplingRow], list[int], list[int]]:
+    """What to sample in a step, and of each: the row of hidden states to sample from, and the sequence's place in the step."""
+    if all(seq.num_samples == 1 and not seq.num_drafts for seq in sequences):  # as in most steps
+        places = list(range(len(sequences)))
+        return [SamplingRow(seq, seq.index) for seq in sequences], places, places
+    rows: list[SamplingRow] = []
+    hidden_rows: list[int] = []
+    owners: list[int] = []
+    num_hidden_rows = 0
+    for owner, seq in enumerate(sequences):
+        for num_drafts in range(1 + seq.num_drafts if seq.num_samples else 0):
+            rows += [SamplingRow(seq, seq.index + sibling, num_drafts) for sibling in range(seq.num_samples)]
+            hidden_rows += [num_hidden_rows] * seq.num_samples
+            owners += [owner] * seq.num_samples
+            num_hidden_rows += 1
+    return rows, hidden_rows, owners
