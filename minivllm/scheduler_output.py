@@ -44,7 +44,7 @@ class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_un
         num_samples: Tokens to sample after the last known one: 0 if it is not computed yet, else 1, plus 1 for each sibling forked now.
         num_drafts: Draft tokens to verify. One more token is sampled after each.
         is_decode: Whether the newest token (and drafts) is computed, not a prompt or tokens lost to preemption.
-        masks: With structured outputs, the sequence's `Masks`, which come once the step has been launched; else empty.
+        masks: With structured outputs, the sequence's `Masks`, which come once the step has been launched; else None.
     """
 
     request: RequestT
@@ -58,7 +58,7 @@ class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_un
     num_samples: int
     num_drafts: int
     is_decode: bool
-    masks: list[bytes] = []
+    masks: list[bytes] | None = None
 
     @property
     def num_tokens(self) -> int:

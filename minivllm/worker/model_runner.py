@@ -85,9 +85,12 @@ class ModelRunner:
         total = int(query_start_loc[-1])
         input_ids = np.fromiter(chain.from_iterable(seq.token_ids for seq in sequences), np.int64, total)
         owners = np.repeat(np.arange(num_seqs), num_tokens)  # of each token, its sequence
-        placeholders = {sequences[owners[row]].seq_id: int(row) for row in np.flatnonzero(input_ids == PLACEHOLDER)}
-        input_ids[input_ids == PLACEHOLDER] = 0
-        positions = np.arange(total) + (starts - query_start_loc[:-1])[owners]
+        unknown = np.flatnonzero(input_ids == PLACEHOLDER)
+        placeholders = {
+            sequences[owner].seq_id: row for owner, row in zip(owners[unknown].tolist(), unknown.tolist(), strict=True)
+        }
+        input_ids[unknown] = 0
+        positions = _join_ranges(starts, num_tokens)
         blocks = block_tables[owners, positions // block_size].astype(np.int64)
         slot_mapping = blocks * block_size + positions % block_size
         context_lens, first_rows = context_lens.astype(np.int32), query_start_loc.astype(np.int32)
@@ -99,9 +102,9 @@ class ModelRunner:
         )
         if placeholders and self.recent_tokens is not None:
             self.recent_tokens.fill_in(ids, placeholders)
-        ends = zip(sequences, query_start_loc[1:].tolist(), strict=True)
-        sampled_rows = [row for seq, end in ends if seq.num_samples for row in range(end - 1 - seq.num_drafts, end)]
-        return ModelInput(ids, places, metadata, sampled_rows)
+        num_sampled = np.fromiter((1 + seq.num_drafts if seq.num_samples else 0 for seq in sequences), np.int64, num_seqs)
+        sampled_rows = _join_ranges(query_start_loc[1:] - num_sampled, num_sampled)
+        return ModelInput(ids, places, metadata, sampled_rows.tolist())
 
     def _check_inputs(
         self, sequences: list[SequenceData], context_lens: np.ndarray, block_tables: np.ndarray, num_blocks: int
@@ -109,11 +112,11 @@ class ModelRunner:
         longest = int(context_lens.max())
         if longest > self.max_model_len:
             raise KernelError(f"A sequence has {longest} tokens, but the model runs with positions for {self.max_model_len}.")
-        for seq, end in zip(sequences, context_lens.tolist(), strict=True):
-            if end > len(seq.block_table) * self.block_size:
-                raise KernelError(
-                    f"A sequence of {end} tokens has a table of {len(seq.block_table)} blocks of {self.block_size}, which is too short."
-                )
+        num_blocks_of = np.fromiter((len(seq.block_table) for seq in sequences), np.int64, len(sequences))
+        for i in np.flatnonzero(context_lens > num_blocks_of * self.block_size):
+            raise KernelError(
+                f"A sequence of {context_lens[i]} tokens has a table of {num_blocks_of[i]} blocks of {self.block_size}, which is too short."
+            )
         lowest, highest = (int(block_tables.min()), int(block_tables.max())) if block_tables.size else (0, 0)
         if lowest < 0 or highest >= num_blocks:
             wrong = lowest if lowest < 0 else highest
@@ -271,6 +274,13 @@ class ModelRunner:
         if self.device.type == "cpu":  # nothing to transfer
             return torch.tensor(values, dtype=dtype)
         return to_device(values, self.device, dtype)
+
+
+def _join_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """`counts[i]` numbers from `starts[i]` on, for each i, one range after another."""
+    ends = counts.cumsum()
+    joined: np.ndarray = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+    return joined
 
 
 def _list_rows(sequences: list[SequenceData]) -> tuple[list[SamplingRow], list[int], list[int]]:
