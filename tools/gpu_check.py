@@ -4,10 +4,10 @@
 2. The engine in bfloat16, on a model of Qwen3-0.6B's sizes with random weights: its logits must be as close to those of
    transformers in float32 as transformers' own bfloat16 logits are.
 3. CUDA graphs: a replay must give exactly the output of the same step without a graph, and a generation the same tokens. Speed with
-   graphs and without.
+   graphs and without, and with two steps in flight, of which random draws, log-probabilities and several continuations are compared, too.
 4. Two ranks: with NCCL if there are two GPUs, else both on the one GPU over gloo, for correctness alone. The tokens must be those of one.
 5. Lessons 05 and 06 and their solutions from top to bottom, their kernels compiled; what they print is saved.
-6. All kernel tests, with the Triton kernels compiled.
+6. All kernel tests, with the Triton kernels compiled, and those of transfers: launching a step must not wait for the GPU.
 
 The results are saved as JSON.
 """
@@ -37,7 +37,13 @@ from minivllm.request import EngineCoreRequest, Request, Sequence  # noqa: E402
 from minivllm.scheduler_output import ScheduledSequence  # noqa: E402
 from minivllm.worker.worker import Worker  # noqa: E402
 
-TESTS = ["tests/kernels/test_kernels.py", "tests/kernels/test_attention_backends.py", "tests/model/test_models.py"]
+TESTS = [
+    "tests/kernels/test_kernels.py",
+    "tests/kernels/test_attention_backends.py",
+    "tests/model/test_models.py",
+    "tests/model/test_model_input.py",
+    "tests/model/test_transfer.py",
+]
 NOT_HERE = "not smollm2"
 """The default model comes from a package that may not be installed here."""
 LESSONS = [f"{folder}/{name}.ipynb" for folder in ("notebooks", "solutions") for name in ("05_triton", "06_paged_attention")]
@@ -217,6 +223,33 @@ def check_generation(folder: Path) -> tuple[bool, dict]:
     return equal, speeds
 
 
+def check_steps_in_flight(folder: Path) -> bool:
+    """Two steps in flight against one: draws, several continuations, stop tokens and log-probabilities, in float32."""
+    wishes = (
+        {"logprobs": 3},
+        {"n": 3},
+        {"top_k": 20, "min_p": 0.01},
+        {"temperature": 0, "logit_bias": {5: 3.0}, "min_tokens": 9},
+    )
+    stops = list(range(0, QWEN3["vocab_size"], 97))
+    params = [SamplingParams(max_tokens=30 + i, seed=i, stop_token_ids=stops, **wishes[i % 4]) for i in range(24)]
+    prompts = random_prompts([1 + 11 * i % 200 for i in range(24)])
+    found, logprobs = [], []
+    for async_scheduling in (False, True):
+        options = {"num_gpu_blocks_override": 4000, "async_scheduling": async_scheduling, "enforce_eager": True}
+        llm = load(folder, dtype="float32", **options)
+        completions = [c for output in llm.generate(prompts, params, use_tqdm=False) for c in output.outputs]
+        found.append([(c.token_ids, c.finish_reason, c.stop_reason) for c in completions])
+        entries = [entry for c in completions for entry in c.logprobs or ()]
+        logprobs.append(torch.tensor([logprob.logprob for entry in entries for logprob in list(entry.values())[:3]]))
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+    equal = found[0] == found[1] and torch.allclose(*logprobs, atol=1e-3)
+    print(f"equal draws, reasons and log-probabilities with two steps in flight, float32: {equal}")
+    return equal
+
+
 def check_ranks(folder: Path) -> tuple[bool, dict]:
     """Tokens of two ranks against those of one, in float32, and throughput of both."""
     num_gpus = torch.cuda.device_count()
@@ -270,6 +303,7 @@ def main() -> int:
         note("replays", check_replay(folder))
         equal, speeds = check_generation(folder)
         note("tokens with graphs and steps in flight", equal, tokens_per_second=speeds)
+        note("draws with two steps in flight", check_steps_in_flight(folder))
         equal, speeds = check_ranks(folder)
         note("tokens of two ranks", equal, tokens_per_second_by_ranks=speeds)
     for file in LESSONS:
