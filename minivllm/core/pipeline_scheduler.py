@@ -37,12 +37,16 @@ class PipelineScheduler(AsyncScheduler):
         """The largest batch, if as many sequences are divided among the stages."""
         return max(1, -(-num_seqs // self.config.pipeline_parallel_size))
 
+    def needs_known_tokens(self, seq: Sequence) -> bool:
+        """Each sequence waits for its own newest token, whatever it needs it for; no group of sequences waits together."""
+        return False
+
     def is_ready(self, seq: Sequence) -> bool:
         """Whether a sequence can be in this step: its newest token is known, and the step has not got its share.
 
         The chunks of a prompt follow each other in successive steps, as they need no token that has to be sampled.
         """
-        if seq.num_placeholders or (seq.num_uncomputed_tokens <= 1 and not self._may_decode):
+        if seq.num_placeholders or (seq.num_uncomputed_tokens <= 1 and self._may_decode <= 0):
             return False
         return super().is_ready(seq)
 
