@@ -202,7 +202,9 @@ def hash_config(config: EngineConfig) -> str:
     """
     model = config.model_config
     # These depend on the device, and the answers do not depend on these.
-    scheduler_config = replace(config.scheduler_config, max_num_batched_tokens=2**40, async_scheduling=False)
+    scheduler_config = replace(
+        config.scheduler_config, max_num_batched_tokens=2**40, async_scheduling=False, pipeline_parallel_size=1
+    )
     scheduler_cls = Scheduler if config.scheduler_cls is AsyncScheduler else config.scheduler_cls
     relevant = {
         "weights": _describe_weights(model.path),

@@ -173,11 +173,9 @@ class ModelRunner:
             return list
         sequences, hidden, sampled_rows = launched
         apply_masks(sequences, masks)
-        if len(sampled_rows) < len(hidden):
-            # index_select, because hidden[rows] would wake all threads of torch for a few rows
-            hidden_rows = hidden.index_select(0, self._tensor(sampled_rows))
-        else:
-            hidden_rows = hidden  # all of them, in order
+        # all of them, in order; else index_select, because hidden[rows] would wake all threads of torch for a few rows
+        is_whole = len(sampled_rows) == len(hidden)
+        hidden_rows = hidden if is_whole else hidden.index_select(0, self._tensor(sampled_rows))
         finish_sampling = self._sample(sequences, hidden_rows)
         prompt_logprobs: dict[int, dict[int, dict[int, Logprob]]] = {}
         start = 0
