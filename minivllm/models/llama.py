@@ -113,6 +113,7 @@ class LlamaForCausalLM(CausalLM):
     }
     ignored_weights = ("rotary_emb.inv_freq",)
     supports_tensor_parallel = True
+    supports_pipeline_parallel = True
     qk_norm = False
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:

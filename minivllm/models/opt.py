@@ -86,6 +86,7 @@ class OPTForCausalLM(CausalLM):
 
     fused_layers = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
     supports_tensor_parallel = True
+    supports_pipeline_parallel = True
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__(config, platform)

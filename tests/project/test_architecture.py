@@ -15,13 +15,13 @@ import minivllm
 from minivllm import SamplingParams
 
 ROOT = Path(minivllm.__file__).parent
-VOCABULARY = {"config", "sampling_params", "request", "outputs", "errors", "scheduler_output"}
+VOCABULARY = {"config", "config_checks", "parallel_config", "sampling_params", "request", "outputs", "errors", "scheduler_output"}
 BELOW = {
     "core": set(),
     "kernels": set(),
     "distributed": {"kernels"},
     "layers": {"kernels", "distributed"},
-    "models": {"layers", "kernels"},
+    "models": {"layers", "distributed", "kernels"},
     "worker": {"models", "layers", "kernels", "distributed"},
     "executor": {"worker", "distributed"},
     "engine": {"core", "executor", "models", "data_parallel"},
