@@ -170,10 +170,6 @@ class SingleStage(PipelineGroup):
     def __init__(self) -> None:
         super().__init__(Stage(), (0,))
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        yield
-
     def _send_bytes(self, data: bytes) -> None:
         raise AssertionError("There is no next stage.")
 
