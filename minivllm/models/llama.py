@@ -91,8 +91,10 @@ class LlamaModel(nn.Module):
     def __init__(self, config: ModelConfig, platform: Platform, qk_norm: bool) -> None:
         super().__init__()
         hidden_size, eps, stage = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"], platform.stage
-        has_embedding = stage.is_first or (stage.is_last and config.hf_config.get("tie_word_embeddings", False))
-        self.embed_tokens = here(has_embedding, lambda: VocabParallelEmbedding(config.vocab_size, hidden_size, platform))
+        is_head = stage.is_last and config.hf_config.get("tie_word_embeddings", False)
+        self.embed_tokens = here(
+            stage.is_first or is_head, lambda: VocabParallelEmbedding(config.vocab_size, hidden_size, platform)
+        )
         rotary = RotaryEmbedding(config.head_dim, config.max_model_len, rope_parameters(config.hf_config), platform.ops)
         self.layers = make_layers(config.num_layers, stage, lambda: LlamaDecoderLayer(config, rotary, platform, qk_norm))
         self.norm = here(stage.is_last, lambda: RMSNorm(hidden_size, eps, platform.ops))
@@ -137,9 +139,10 @@ class LlamaForCausalLM(CausalLM):
         self.model = LlamaModel(config, platform, self.qk_norm)
         self.tie_word_embeddings = hf_config.get("tie_word_embeddings", False)
         tied_to = self.model.embed_tokens if self.tie_word_embeddings else None
-        is_last = platform.stage.is_last
-        self.lm_head = here(is_last, lambda: ParallelLMHead(hf_config["hidden_size"], config.vocab_size, platform, tied_to))
-        if is_last and platform.group.world_size > 1 and type(self).compute_logits is LlamaForCausalLM.compute_logits:
+        stage = platform.stage
+        has_head = stage.is_last or (stage.is_first and self.tie_word_embeddings)  # the embedding's rows are read from it
+        self.lm_head = here(has_head, lambda: ParallelLMHead(hf_config["hidden_size"], config.vocab_size, platform, tied_to))
+        if stage.is_last and platform.group.world_size > 1 and type(self).compute_logits is LlamaForCausalLM.compute_logits:
             self.choose = self.lm_head.choose
 
     def forward(

@@ -62,8 +62,9 @@ class OPTDecoder(nn.Module):
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__()
         hidden_size, stage = config.hf_config["hidden_size"], platform.stage
-        has_embedding = stage.is_first or stage.is_last  # there it is the head
-        self.embed_tokens = here(has_embedding, lambda: VocabParallelEmbedding(config.vocab_size, hidden_size, platform))
+        self.embed_tokens = here(
+            stage.is_first or stage.is_last, lambda: VocabParallelEmbedding(config.vocab_size, hidden_size, platform)
+        )
         num_positions = config.hf_config["max_position_embeddings"] + POSITION_OFFSET
         self.embed_positions = here(stage.is_first, lambda: nn.Embedding(num_positions, hidden_size, dtype=platform.dtype))
         self.layers = make_layers(config.num_layers, stage, lambda: OPTDecoderLayer(config, platform))
@@ -115,9 +116,10 @@ class OPTForCausalLM(CausalLM):
                 raise ModelLoadError(f"This OPT checkpoint has {name} = {hf_config[name]!r}: only {value!r} is supported.")
         self.tie_word_embeddings = True
         self.model = OPTModel(config, platform)
-        hidden_size, tied_to, is_last = hf_config["hidden_size"], self.model.decoder.embed_tokens, platform.stage.is_last
-        self.lm_head = here(is_last, lambda: ParallelLMHead(hidden_size, config.vocab_size, platform, tied_to))
-        if is_last and platform.group.world_size > 1 and type(self).compute_logits is OPTForCausalLM.compute_logits:
+        hidden_size, tied_to, stage = hf_config["hidden_size"], self.model.decoder.embed_tokens, platform.stage
+        has_head = stage.is_last or stage.is_first  # the embedding's rows are read from it
+        self.lm_head = here(has_head, lambda: ParallelLMHead(hidden_size, config.vocab_size, platform, tied_to))
+        if stage.is_last and platform.group.world_size > 1 and type(self).compute_logits is OPTForCausalLM.compute_logits:
             self.choose = self.lm_head.choose
 
     def forward(

@@ -6,6 +6,7 @@ There is one code path for prefill, decode and mixed steps: each sequence brings
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -58,27 +59,21 @@ class ModelRunner:
     """Turns scheduled sequences into new tokens, with a model of `minivllm.models` that has its weights.
 
     Attributes:
-        stage: Its place in a pipeline of several model runners, each with some of the layers; alone by default.
+        stage: Its place in a pipeline of several model runners, each with some of the layers; None if this one has all of them.
         recent_tokens: What placeholders in the input stand for. None if a step is launched only when all tokens before it are known.
     """
 
+    stage: PipelineStage | None = None
     recent_tokens: RecentTokens | None = None
 
     def __init__(
-        self,
-        model: CausalLM,
-        block_size: int,
-        max_model_len: int,
-        device: torch.device,
-        sampler: Sampler | None = None,
-        stage: PipelineStage | None = None,
+        self, model: CausalLM, block_size: int, max_model_len: int, device: torch.device, sampler: Sampler | None = None
     ) -> None:
         self.model = model
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.device = device
         self.sampler = sampler or Sampler()
-        self.stage = stage or PipelineStage()
         self.graphs: DecodeGraphs | None = None
         self._block_tables = BlockTables()
         self._launched: ForwardPass | None = None
@@ -171,16 +166,23 @@ class ModelRunner:
             return
         inputs = self.prepare_inputs(sequences, num_blocks=kv_caches[0][0].shape[0])
         if self.graphs is not None and self.graphs.can_run(inputs):
-            self._launched = ForwardPass(sequences, self.graphs.run(inputs), inputs.sampled_rows)
-            return
-        arguments = [inputs.input_ids, inputs.positions, kv_caches, inputs.metadata]
-        if (received := self.stage.recv(len(inputs.input_ids))) is not None:
-            arguments.append(received)
-        hidden = self.model(*arguments)
+            hidden: Tensor | None = self.graphs.run(inputs)
+        else:
+            hidden = self._run_model(inputs, kv_caches)
+        if hidden is not None:
+            self._launched = ForwardPass(sequences, hidden, inputs.sampled_rows)
+
+    def _run_model(self, inputs: ModelInput, kv_caches: list[KVCache]) -> Tensor | None:
+        """Hidden states, `[num_tokens, hidden_size]`. None on a stage that has handed them to the next one."""
+        batch = (inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
+        if self.stage is None:
+            return self.model(*batch)  # type: ignore[no-any-return]
+        received = self.stage.recv(len(inputs.input_ids))
+        hidden = self.model(*batch) if received is None else self.model(*batch, received)
         if isinstance(hidden, IntermediateTensors):
             self.stage.send(hidden)
-        else:
-            self._launched = ForwardPass(sequences, hidden, inputs.sampled_rows)
+            return None
+        return hidden  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def sample_tokens(self, masks: Masks) -> Callable[[], list[SequenceOutput]]:
@@ -223,7 +225,7 @@ class ModelRunner:
             sequences.append(
                 SequenceData(request, i, 0, [0] * length, 0, table, 0, [], num_samples=1, num_drafts=0, is_decode=False)
             )
-        with self.stage.alone():
+        with nullcontext() if self.stage is None else self.stage.alone():
             self.execute_model(sequences, kv_caches)
 
     def _sample(self, sequences: list[SequenceData], hidden: Tensor) -> Callable[[], list[SequenceOutput]]:

@@ -7,27 +7,20 @@ from collections.abc import Iterator
 
 import torch
 
-from minivllm.distributed.pipeline import IntermediateTensors, PipelineGroup, SingleStage
+from minivllm.distributed.pipeline import IntermediateTensors, PipelineGroup
 
 
 class PipelineStage:
     """The first stage computes from token ids, the others from what the one before has sent; all but the last send and sample nothing.
 
     Args:
-        pipeline: The stages; None for one that has the whole model.
+        pipeline: The stages.
         names: Of the `IntermediateTensors`.
         hidden_size, dtype: Of each of them.
     """
 
-    def __init__(
-        self,
-        pipeline: PipelineGroup | None = None,
-        names: tuple[str, ...] = (),
-        hidden_size: int = 0,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self._pipeline = pipeline or SingleStage()
-        self._names, self._hidden_size, self._dtype = names, hidden_size, dtype
+    def __init__(self, pipeline: PipelineGroup, names: tuple[str, ...], hidden_size: int, dtype: torch.dtype) -> None:
+        self._pipeline, self._names, self._hidden_size, self._dtype = pipeline, names, hidden_size, dtype
         self._is_alone = False
 
     @contextlib.contextmanager

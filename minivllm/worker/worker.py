@@ -97,10 +97,11 @@ class Worker:
             if self.compiled_model is not None:  # the model calls it and it has the model: apart, both are freed with the worker
                 weakref.finalize(self, vars(self.compiled_model.model).pop, "forward", None)
         block_size, max_model_len = self.cache_config.block_size, self.model_config.max_model_len
-        hidden_size = self.model_config.hf_config.get("hidden_size", 0)
-        stage = PipelineStage(self.pipeline, model.intermediate_names, hidden_size, self.platform.activation_dtype)
-        self.model_runner = ModelRunner(model, block_size, max_model_len, self.device, self.sampler, stage)
-        if self.scheduler_config.async_scheduling and self.pipeline.world_size == 1:
+        self.model_runner = ModelRunner(model, block_size, max_model_len, self.device, self.sampler)
+        if self.pipeline.world_size > 1:
+            hidden_size, dtype = self.model_config.hf_config["hidden_size"], self.platform.activation_dtype
+            self.model_runner.stage = PipelineStage(self.pipeline, model.intermediate_names, hidden_size, dtype)
+        elif self.scheduler_config.async_scheduling:
             self.model_runner.recent_tokens = RecentTokens(MAX_STEPS_BEFORE)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
@@ -163,8 +164,8 @@ class Worker:
         return self.model_runner.sample_tokens(masks)
 
     def _step(self, request: ExecuteModelRequest) -> AbstractContextManager[None]:
-        """Stages tell each other of a step only if there is something to compute."""
-        return self.pipeline.step() if request.sequences else nullcontext()
+        """Stages, if there are several, tell each other of a step in which there is something to compute."""
+        return self.pipeline.step() if request.sequences and self.pipeline.world_size > 1 else nullcontext()
 
     def _move_blocks(self, request: ExecuteModelRequest) -> None:
         self.cache_engine.swap_out(request.blocks_to_swap_out)

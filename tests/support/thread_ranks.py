@@ -71,7 +71,8 @@ def make_groups(world_size: int) -> list[ThreadGroup]:
 def on_all_ranks(function: Any, *arguments: Sequence[Any]) -> list[Any]:
     """Call a function for each rank at the same time, with its arguments."""
     with ThreadPoolExecutor(len(arguments[0])) as pool:
-        return list(pool.map(function, *arguments))
+        calls = [pool.submit(function, *of_rank) for of_rank in zip(*arguments, strict=True)]
+    return [call.result() for call in calls]
 
 
 class ThreadPipeline(PipelineGroup):
