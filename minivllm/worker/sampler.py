@@ -357,7 +357,7 @@ def exponential_noise(
 ) -> Tensor:
     """Random numbers from an exponential distribution of mean 1, `[len(keys), vocab_size]`, float32, above 0.
 
-    Each is a hash of its row's key and a token id, counted from `first`, so it is the same in any metadata.
+    Each is a hash of its row's key and a token id, counted from `first`, so it is the same in any batch.
     """
     device = torch.device(device)
     uniform = _load_ops(device).random_uniform(to_device(keys, device, torch.int32), vocab_size, first)
