@@ -112,7 +112,7 @@ class Sampler:
     def launch(self, logits: Tensor, rows: list[SamplingRow]) -> PendingTokens:
         """`sample`, without waiting for a device that computes beside the host."""
         logits = logits.float()
-        metadata = self._find_metadata([row.params for row in rows], logits.shape[-1], logits.device)
+        metadata = self._find_metadata([row.seq.request.sampling_params for row in rows], logits.shape[-1], logits.device)
         processed = adjust_logits(logits, rows) if metadata.may_adjust else logits
         if metadata.filters is None:
             token_ids = argmax(processed)
