@@ -132,7 +132,9 @@ class Sampler:
 
     def _find_metadata(self, rows: list[SamplingRow], logits: Tensor) -> SamplingMetadata:
         """What the rows want: as in one of the last steps, if they have not changed."""
-        batch = [row.seq.request for row in rows], [row.index for row in rows], logits.shape[-1], logits.device
+        requests = [row.seq.request for row in rows]
+        params, seeds = [request.sampling_params for request in requests], [request.seed for request in requests]
+        batch = params, seeds, [row.index for row in rows], logits.shape[-1], logits.device
         for metadata in self._kept:
             if metadata.is_for(*batch):
                 return metadata

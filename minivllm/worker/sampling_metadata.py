@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.worker.transfer import to_device
 
@@ -82,7 +81,7 @@ class SamplingMetadata:
     """What the rows of a batch want, made once for all steps in which they are the same.
 
     Args:
-        requests, indices: Of each row, its request, and which of the request's siblings it is for.
+        params, seeds, indices: Of each row, its request's parameters and seed, and which of the request's siblings it is for.
         vocab_size, device: Of the logits.
 
     Attributes:
@@ -94,14 +93,15 @@ class SamplingMetadata:
         logprob_rows: For each number of log-probabilities: the rows that want so many, and the same on the device.
     """
 
-    def __init__(self, requests: list[EngineCoreRequest], indices: list[int], vocab_size: int, device: torch.device) -> None:
-        self._requests, self._others = requests, (indices, vocab_size, device)
-        params = [request.sampling_params for request in requests]
+    def __init__(
+        self, params: list[SamplingParams], seeds: list[int], indices: list[int], vocab_size: int, device: torch.device
+    ) -> None:
+        self._params, self._others = params, (seeds, indices, vocab_size, device)
         self.may_adjust = any(p.adjusts_logits or p.min_tokens > 0 or p.structured_outputs is not None for p in params)
         self.random_rows = [i for i, p in enumerate(params) if not p.is_greedy]
         self.random_indices = to_device(self.random_rows, device) if 0 < len(self.random_rows) < len(params) else None
         random_params = [params[i] for i in self.random_rows]
-        self.random_keys = RandomKeys([requests[i].seed for i in self.random_rows], [indices[i] for i in self.random_rows])
+        self.random_keys = RandomKeys([seeds[i] for i in self.random_rows], [indices[i] for i in self.random_rows])
         self.filters = Filters.of(random_params, vocab_size, device) if random_params else None
         wanting: dict[int, list[int]] = defaultdict(list)
         for i, p in enumerate(params):
@@ -109,7 +109,9 @@ class SamplingMetadata:
                 wanting[p.logprobs].append(i)
         self.logprob_rows = [(count, rows, to_device(rows, device)) for count, rows in wanting.items()]
 
-    def is_for(self, requests: list[EngineCoreRequest], indices: list[int], vocab_size: int, device: torch.device) -> bool:
-        """Whether it was made from these very requests, and the rest is equal."""
-        same = len(requests) == len(self._requests) and all(map(operator.is_, requests, self._requests))
-        return same and (indices, vocab_size, device) == self._others
+    def is_for(
+        self, params: list[SamplingParams], seeds: list[int], indices: list[int], vocab_size: int, device: torch.device
+    ) -> bool:
+        """Whether it was made from these very objects `params`, and the rest is equal."""
+        same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
+        return same and (seeds, indices, vocab_size, device) == self._others
