@@ -55,9 +55,7 @@ def check_plugin(name: str, plugin: Any, methods: tuple[str, ...]) -> None:
 def check_async_scheduling(args: EngineArgs) -> None:
     """Raise a ConfigError if the arguments ask for steps in flight where that is impossible."""
     scheduler_cls = args.scheduler_cls or AsyncScheduler
-    if args.parallel_config().uses_processes:
-        obstacle = "workers in processes of their own take one step at a time"
-    elif not issubclass(scheduler_cls, AsyncScheduler):
+    if not issubclass(scheduler_cls, AsyncScheduler):
         obstacle = f"scheduler_cls is {scheduler_cls.__name__}, which is no AsyncScheduler"
     elif args.block_space_manager_cls is not None:
         obstacle = f"block_space_manager_cls is {args.block_space_manager_cls.__name__}, which may not know of steps in flight"

@@ -15,7 +15,7 @@ from msgspec.structs import astuple
 
 from minivllm.executor.processes import LogMessage, Message, plain_number
 from minivllm.request import EngineCoreRequest
-from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceData, SequenceOutput, SequencePart
+from minivllm.scheduler_output import ExecuteModelRequest, Masks, RankTiming, SequenceData, SequenceOutput, SequencePart
 
 
 class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
@@ -55,17 +55,26 @@ class Step(Message):
         number: Identifies the message; the answer repeats it.
         new_requests: New requests, by the numbers that stand for them from now on.
         forgotten: Numbers that are no longer used.
-        timed: Whether every rank answers, with its timing.
+        timed: Whether ranks answer with their timing.
+        masks_follow: Whether the step needs a `StepMasks`.
     """
 
     number: int
     new_requests: dict[int, EngineCoreRequest]
     forgotten: list[int]
     timed: bool
+    masks_follow: bool
     sequences: list[StepSequence]
     blocks_to_swap_out: list[tuple[int, int]]
     blocks_to_swap_in: list[tuple[int, int]]
     blocks_to_copy: list[tuple[int, int]]
+
+
+class StepMasks(Message):
+    """The masks of the step with this number, which comes before. It has no answer of its own."""
+
+    number: int
+    masks: Masks
 
 
 class Call(Message):
@@ -76,14 +85,16 @@ class Call(Message):
     arguments: list[Any]
 
 
-ToWorker = Step | Call
+Question = Step | Call
+"""What every rank answers, in the order in which they were sent."""
+ToWorker = Question | StepMasks
 
 
 # -- from a worker ---------------------------------------------------------------------------------------------------
 
 
 class StepResult(Message):
-    """What rank 0 sampled. In a timed step every rank answers, with its timing."""
+    """What the rank that samples has sampled; others answer without outputs. With its timing after a timed step."""
 
     number: int
     outputs: list[SequenceOutput]
@@ -106,7 +117,9 @@ class Failed(Message):
 
 
 class WorkerLog(LogMessage):
-    """A log record of a worker."""
+    """A log record of a worker, while it was busy with the message of this number."""
+
+    number: int
 
 
 Answer = StepResult | CallResult | Failed
@@ -129,7 +142,7 @@ class RequestLedger:
         """`id()` of a request to its number and itself; kept alive so that the id stays unique."""
         self._last_number = 0
 
-    def to_step(self, number: int, request: ExecuteModelRequest, timed: bool = False) -> Step:
+    def to_step(self, number: int, request: ExecuteModelRequest, timed: bool = False, masks_follow: bool = False) -> Step:
         """The message for a step."""
         new_requests: dict[int, EngineCoreRequest] = {}
         sequences = []
@@ -145,7 +158,8 @@ class RequestLedger:
         while len(self._known) > max(self._capacity, len(sequences)):
             forgotten.append(self._known.popitem(last=False)[1][0])
         return Step(
-            number, new_requests, forgotten, timed, sequences, request.blocks_to_swap_out, request.blocks_to_swap_in, request.blocks_to_copy
+            number, new_requests, forgotten, timed, masks_follow, sequences,
+            request.blocks_to_swap_out, request.blocks_to_swap_in, request.blocks_to_copy,
         )  # fmt: skip
 
 

@@ -82,33 +82,35 @@ class WorkerProcesses:
             self._ended.wait(GRACE_SECONDS)
             raise (WorkerKilledError if self.was_killed else EngineDeadError)(self.failure)
 
-    def read(self, timeout: float) -> list[tuple[int, FromWorker]]:
-        """Messages of workers, each with its rank. Waits up to `timeout` seconds for the first.
+    def read(self, timeout: float, handle: Callable[[int, FromWorker], None]) -> None:
+        """Hand over messages of workers, each with its rank. Waits up to `timeout` seconds for the first.
+
+        After Ctrl-C in `handle` the next call hands the same message over again, so that none is lost.
 
         Raises:
             EngineDeadError: A worker has ended.
         """
         self.check()
-        messages = self._read_now()
-        if not messages:
+        if not self._read_now(handle):
             poll = select.poll()
             for outbox in self._outboxes:
                 poll.register(outbox.bell, select.POLLIN)
             poll.poll(1000 * timeout)
-            messages = self._read_now()
-        return messages
+            self._read_now(handle)
 
-    def _read_now(self) -> list[tuple[int, FromWorker]]:
-        """One message of each worker that has sent any."""
-        messages = []
+    def _read_now(self, handle: Callable[[int, FromWorker], None]) -> bool:
+        """Hand over one message of each worker that has sent any. Whether one has."""
+        has_read = False
         for rank, outbox in enumerate(self._outboxes):
             try:
-                data = outbox.read(0)
+                data = outbox.peek(0)
             except EOFError:
                 self.raise_failure(self._describe_end(rank))
             if data is not None:
-                messages.append((rank, decode_from_worker(data)))
-        return messages
+                handle(rank, decode_from_worker(data))
+                outbox.advance()
+                has_read = True
+        return has_read
 
     def find_ended(self, timeout: float = 0.0) -> str | None:
         """How a worker ended, if one does within `timeout` seconds."""

@@ -87,7 +87,7 @@ class Worker:
         block_size, max_model_len = self.cache_config.block_size, self.model_config.max_model_len
         self.model_runner = ModelRunner(model, block_size, max_model_len, self.device, self.sampler)
         if self.scheduler_config.async_scheduling:
-            self.model_runner.recent_tokens = RecentTokens(MAX_STEPS_BEFORE)
+            self.model_runner.recent_tokens = RecentTokens(MAX_STEPS_BEFORE, self.group)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """How many blocks fit on the device, and how many in the swap space on the host.
