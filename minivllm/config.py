@@ -80,6 +80,7 @@ class SchedulerConfig:
         num_speculative_tokens: Maximum number of draft tokens a sequence verifies per step; 0 turns speculative decoding off.
         prompt_lookup_max, prompt_lookup_min: Longest and shortest n-gram used to look up draft tokens.
         async_scheduling: Whether the next step is scheduled while the device computes this one.
+        pipeline_parallel_size: The number of pipeline stages, each with a batch of its own.
     """
 
     max_num_seqs: int = 256
@@ -92,6 +93,7 @@ class SchedulerConfig:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     async_scheduling: bool = False
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
