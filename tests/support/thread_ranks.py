@@ -13,8 +13,8 @@ from torch import Tensor
 from minivllm.distributed.parallel_state import GroupCoordinator, SingleRank
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.executor.base import Executor
-from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
+from minivllm.executor.base import Executor, PendingStep
+from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceOutput
 from minivllm.worker.worker import Worker
 
 
@@ -76,6 +76,7 @@ class ThreadExecutor(Executor):
         configs = (config.model_config, config.cache_config, config.scheduler_config, config.worker_config)
         groups = make_groups(world_size) if world_size > 1 else [SingleRank()]
         self.workers = [Worker(*configs, group) for group in groups]
+        self.max_concurrent_batches = 2 if config.scheduler_config.async_scheduling else 1
         for worker in self.workers:  # one after the other: torch's default dtype is one for all threads
             worker.load_model()
 
@@ -91,6 +92,18 @@ class ThreadExecutor(Executor):
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         return self.collective_rpc("execute_model", request)[0]
+
+    def launch_model(self, request: ExecuteModelRequest) -> None:
+        if self.max_concurrent_batches == 1:
+            super().launch_model(request)
+        else:
+            self.collective_rpc("launch_model", request)
+
+    def sample_tokens(self, masks: Masks) -> PendingStep:
+        if self.max_concurrent_batches == 1:
+            return super().sample_tokens(masks)
+        pending: PendingStep = self.collective_rpc("sample_tokens", masks)[0]
+        return pending
 
 
 def engine_on_threads(args: Any, world_size: int) -> LLMEngine:
