@@ -90,6 +90,13 @@ Question = Step | Call
 ToWorker = Question | StepMasks
 
 
+class Kind(msgspec.Struct):
+    """The kind of a message to a worker, and its number, even if something else in it is wrong."""
+
+    type: str
+    number: int
+
+
 # -- from a worker ---------------------------------------------------------------------------------------------------
 
 
@@ -127,6 +134,7 @@ FromWorker = Answer | WorkerLog
 
 encode = msgspec.msgpack.Encoder(enc_hook=plain_number).encode
 decode_to_worker: Callable[[bytes], ToWorker] = msgspec.msgpack.Decoder(ToWorker).decode
+decode_kind: Callable[[bytes], Kind] = msgspec.msgpack.Decoder(Kind).decode
 decode_from_worker: Callable[[bytes], FromWorker] = msgspec.msgpack.Decoder(FromWorker).decode
 
 

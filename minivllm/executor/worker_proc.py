@@ -34,6 +34,7 @@ from minivllm.executor.worker_messages import (
     StepResult,
     WorkerLog,
     WorkerSetup,
+    decode_kind,
     decode_to_worker,
     encode,
     to_request,
@@ -102,7 +103,7 @@ class WorkerProc:
             self._number, is_step = message.number, isinstance(message, Step)
             finish = self._begin(message) if isinstance(message, Step) else self._call(message)
         except Exception as error:
-            self._number = msgspec.msgpack.decode(data)["number"]
+            self._number = decode_kind(data).number
             failed = self._fail(is_step, self._number, error)
             self._outbox.answer(lambda: failed)
             while not self._inbox.wait_for_mark(self._number, SECONDS_UNTIL_SAID_AGAIN):
@@ -147,12 +148,12 @@ class WorkerProc:
         """The masks of the step that was begun; None if another message comes, as the executor was interrupted."""
         data = self._inbox.peek()
         assert data is not None
-        with contextlib.suppress(msgspec.ValidationError):
-            message = decode_to_worker(data)
-            if isinstance(message, StepMasks) and message.number == self._number:
-                self._inbox.advance()
-                return message.masks
-        return None
+        if decode_kind(data).type != StepMasks.__name__:
+            return None
+        self._inbox.advance()
+        message = decode_to_worker(data)
+        assert isinstance(message, StepMasks)
+        return message.masks
 
     def _finish(self, is_step: bool, number: int, finish: Callable[[], FromWorker]) -> bytes:
         """The encoded answer, once the results are there."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
-from failing_parts import FailingBackend, FailingSampler
+from failing_parts import FailingOnceBackend, FailingSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_invariants import Job, jobs, run
@@ -301,6 +301,40 @@ def test_ctrl_c_at_any_time_loses_nothing_else(executor, seed):
     assert num_interrupted > 30
 
 
+@pytest.mark.parametrize("is_after", [False, True])
+def test_ctrl_c_while_an_answer_is_read(executor, monkeypatch, is_after):
+    """It is read again, so that nobody waits for it for ever; also if it says that a step has failed."""
+    bad = BAD["on the rank that samples"][0]
+    expected = executor.execute_model(step(1))[0].token_ids
+    answers = executor._answers
+    take, messages_left = answers._take, [0]
+
+    def take_and_interrupt(rank, message):
+        messages_left[0] -= 1
+        if is_after or messages_left[0] != 0:
+            take(rank, message)
+        if messages_left[0] == 0:
+            raise KeyboardInterrupt
+
+    def insist(pending):
+        """Its result, though it may be interrupted once."""
+        try:
+            return pending()
+        except KeyboardInterrupt:
+            return pending()
+
+    monkeypatch.setattr(answers, "_take", take_and_interrupt)
+    for number in range(1, 8):
+        messages_left[0] = number
+        pending = [launch(executor, request) for request in (step(1), step(2), bad, step(3))]
+        time.sleep(0.05)
+        assert insist(pending[0])[0].token_ids == insist(pending[1])[0].token_ids == expected
+        with pytest.raises(WorkerError):
+            insist(pending[2])
+        assert insist(pending[3])[0].token_ids == expected
+        messages_left[0] = 0
+
+
 # -- what ends the engine --------------------------------------------------------------------------------------------
 
 
@@ -338,7 +372,7 @@ def test_a_worker_that_is_stopped_while_a_long_message_is_sent(folder):
 def test_a_rank_that_fails_alone_in_the_model_is_named(folder, rank, tmp_path, monkeypatch):
     file = tmp_path / "failing"
     monkeypatch.setenv("FAILING_PROCESS", str(file))
-    engine = load(folder, attention_backend=FailingBackend)
+    engine = load(folder, attention_backend=FailingOnceBackend)
     executor, processes = engine.executor, processes_of(engine)
     pending = [launch(executor, step(1))]
     pending[0]()
