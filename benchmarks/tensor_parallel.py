@@ -189,9 +189,10 @@ def run_rank(kind: str, rank: int, where: str) -> None:
 
         group = SharedMemoryGroup(int(where), rank, 2)
     else:
-        from minivllm.distributed.torch_group import TorchGroup
+        from minivllm.distributed.torch_group import TorchGroup, dist
 
-        group = TorchGroup(rank, 2, where)
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+        group = TorchGroup(rank, 2)
     medians = {}
     for rows in ROWS:
         x, times = torch.zeros(rows, HIDDEN_SIZE), []

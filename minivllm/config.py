@@ -10,13 +10,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from minivllm.config_checks import check_at_least as check_at_least
+from minivllm.config_checks import check_choice as check_choice
 from minivllm.errors import ConfigError
+from minivllm.parallel_config import EXECUTOR_BACKENDS as EXECUTOR_BACKENDS
+from minivllm.parallel_config import ROUTINGS as ROUTINGS
+from minivllm.parallel_config import ParallelConfig as ParallelConfig
 
 POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("recompute", "swap")
 QUANTIZATIONS = ("int8",)
-EXECUTOR_BACKENDS = ("uni", "mp")
-ROUTINGS = ("least-loaded", "prefix-aware", "round-robin")
 GENERATION_CONFIGS = ("auto", "vllm")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LONGEST_WHOLE_PROMPT = 65_536
@@ -139,72 +142,6 @@ class WorkerConfig:
     sampler_cls: type | None = None
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
-    """Workers per replica, replicas, and where they run; see `EngineArgs`."""
-
-    tensor_parallel_size: int = 1
-    distributed_executor_backend: str | None = None
-    data_parallel_size: int = 1
-    data_parallel_size_local: int | None = None
-    data_parallel_start_rank: int = 0
-    data_parallel_address: str = "127.0.0.1"
-    data_parallel_rpc_port: int = 29550
-    data_parallel_key_file: str | None = None
-    data_parallel_routing: str = "least-loaded"
-    replica_timeout: int = 10
-    failover_timeout: int = 60
-    max_replica_deaths: int = 5
-
-    def __post_init__(self) -> None:
-        check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        check_at_least("replica_timeout", self.replica_timeout, 2)
-        check_at_least("failover_timeout", self.failover_timeout, 0)
-        check_at_least("max_replica_deaths", self.max_replica_deaths, 1)
-        check_at_least("data_parallel_size", self.data_parallel_size, 1)
-        check_at_least("data_parallel_start_rank", self.data_parallel_start_rank, 0)
-        check_at_least("data_parallel_rpc_port", self.data_parallel_rpc_port, 1)
-        if self.data_parallel_size > 65_535 or self.data_parallel_rpc_port > 65_535:
-            raise ConfigError("data_parallel_size and data_parallel_rpc_port must be at most 65535.")
-        if self.data_parallel_size_local is not None:
-            check_at_least("data_parallel_size_local", self.data_parallel_size_local, 0)
-        if self.data_parallel_start_rank + len(self.local_ranks) > self.data_parallel_size:
-            raise ConfigError(
-                f"There are replicas {self.local_ranks.start} to {self.local_ranks.stop - 1} on this machine, but data_parallel_size is "
-                f"{self.data_parallel_size}: raise it, or lower data_parallel_start_rank or data_parallel_size_local."
-            )
-        check_choice("data_parallel_routing", self.data_parallel_routing, ROUTINGS)
-        if self.distributed_executor_backend is not None:
-            check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTOR_BACKENDS)
-        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"distributed_executor_backend is 'uni', one worker in the engine's process, but tensor_parallel_size is "
-                f"{self.tensor_parallel_size}: use 'mp', or leave it out."
-            )
-
-    @property
-    def local_ranks(self) -> range:
-        """The replicas on this machine."""
-        num_others = self.data_parallel_start_rank
-        size = self.data_parallel_size - num_others if self.data_parallel_size_local is None else self.data_parallel_size_local
-        return range(num_others, num_others + max(0, size))
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether requests are routed to replicas, here or elsewhere."""
-        return self.data_parallel_size > 1 or not self.is_on_one_machine
-
-    @property
-    def is_on_one_machine(self) -> bool:
-        """Whether all replicas are on this machine."""
-        return len(self.local_ranks) == self.data_parallel_size
-
-    @property
-    def uses_processes(self) -> bool:
-        """Whether workers run in processes of their own."""
-        return self.tensor_parallel_size > 1 or self.distributed_executor_backend == "mp"
-
-
 _Config = TypeVar("_Config", CacheConfig, SchedulerConfig, WorkerConfig, ParallelConfig)
 
 
@@ -301,6 +238,13 @@ class EngineArgs:
     tensor_parallel_size: int = _arg(
         1, "Number of workers that the model is divided among, each in a process of its own. On a CPU they share the cores."
     )
+    pipeline_parallel_size: int = _arg(
+        1,
+        "Number of stages, each with some of the layers and as many workers as tensor_parallel_size says. Each works on another batch.",
+    )
+    pp_layer_partition: str | None = _arg(
+        None, 'Number of layers of each stage, such as "12,18". None: as even as can be. (In vLLM: VLLM_PP_LAYER_PARTITION.)'
+    )
     distributed_executor_backend: str | None = _arg(
         None,
         'Where workers run: "uni", one in the engine\'s process, or "mp", in processes of their own. None: "uni" if there is one.',
@@ -385,16 +329,3 @@ class EngineArgs:
     def names(cls) -> list[str]:
         """The names of all arguments."""
         return [f.name for f in fields(cls)]
-
-
-def check_at_least(name: str, value: Any, low: int) -> None:
-    """Raise a ConfigError unless the value is a whole number of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} is {value!r}, but must be a whole number of at least {low}.")
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise a ConfigError unless the value is one of the choices."""
-    if value not in choices:
-        one_of = "one of " if len(choices) > 1 else ""
-        raise ConfigError(f"{name} is {value!r}, but must be {one_of}{', '.join(map(repr, choices))}.")

@@ -51,3 +51,7 @@ class WorkerError(MinivllmError, RuntimeError):
 
 class DistributedError(MinivllmError, RuntimeError):
     """A rank of a group has ended, or called a different operation than the others."""
+
+
+class StageError(DistributedError):
+    """A pipeline stage before this one has failed in a step, which this one has left, too: it is ready for the next. The message names that stage."""

@@ -152,7 +152,7 @@ class LocalReplicas:
         self._incarnations = itertools.count(addresses.epoch << EPOCH_SHIFT)
         self._gpus: dict[int, str] = {}
         if config.worker_config.device != "cpu" and torch.cuda.device_count() > 1:
-            self._gpus = divide_gpus(ranks, config.parallel_config.tensor_parallel_size, visible_gpus())
+            self._gpus = divide_gpus(ranks, config.parallel_config.world_size, visible_gpus())
         self._node_id, self._restart, self._is_ending = node_id, restart, False
         self._size = config.parallel_config.data_parallel_size
         self._patience = max(HOPELESS * config.parallel_config.replica_timeout, START_SECONDS)
@@ -271,10 +271,10 @@ class LocalReplicas:
                 place.process.shutdown(max(0.0, end - time.monotonic()))
 
 
-def divide_gpus(ranks: range, tensor_parallel_size: int, visible: list[str]) -> dict[int, str]:
+def divide_gpus(ranks: range, world_size: int, visible: list[str]) -> dict[int, str]:
     """Which of the `visible` GPUs each replica of this machine sees, as in CUDA_VISIBLE_DEVICES: one for each of its workers, and others than
     the replicas before it. If there are too few, replicas share them."""
-    size = min(tensor_parallel_size, len(visible))
+    size = min(world_size, len(visible))
     return {rank: ",".join(visible[(place * size + i) % len(visible)] for i in range(size)) for place, rank in enumerate(ranks)}
 
 

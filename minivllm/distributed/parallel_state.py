@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 
-class GroupCoordinator(ABC):
-    """The group as one of its ranks sees it.
-
-    Every rank must call the same operations in the same order, with tensors of the same dtype, and the same shape unless noted. An
-    operation returns when all ranks have called it.
+class Communicator:
+    """What a rank exchanges with others, and how long it takes.
 
     Args:
         rank: This one, counted from 0.
@@ -33,6 +30,24 @@ class GroupCoordinator(ABC):
         self.world_size = world_size
         self.spans: list[tuple[float, float]] = []
         self.num_bytes = 0
+
+    def take_timing(self) -> tuple[list[tuple[float, float]], int]:
+        """Return `spans` and `num_bytes`, and reset them."""
+        taken = self.spans, self.num_bytes
+        self.spans, self.num_bytes = [], 0
+        return taken
+
+    def _note(self, start: float, *tensors: Tensor) -> None:
+        self.spans.append((start, time.perf_counter()))
+        self.num_bytes += sum(x.nbytes for x in tensors)
+
+
+class GroupCoordinator(Communicator, ABC):
+    """The group as one of its ranks sees it.
+
+    Every rank must call the same operations in the same order, with tensors of the same dtype, and the same shape unless noted. An
+    operation returns when all ranks have called it. See `Communicator` for the arguments and attributes.
+    """
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Replace `x` by the sum over all ranks, bitwise equal on each; 16-bit floats are rounded once. Returns `x`."""
@@ -62,16 +77,6 @@ class GroupCoordinator(ABC):
     def supports_cuda_graphs(self) -> bool:
         """Whether its operations can be captured: none of them waits on the host."""
         return False
-
-    def take_timing(self) -> tuple[list[tuple[float, float]], int]:
-        """Return `spans` and `num_bytes`, and reset them."""
-        taken = self.spans, self.num_bytes
-        self.spans, self.num_bytes = [], 0
-        return taken
-
-    def _note(self, start: float, x: Tensor) -> None:
-        self.spans.append((start, time.perf_counter()))
-        self.num_bytes += x.nbytes
 
     @abstractmethod
     def _all_reduce(self, x: Tensor) -> None: ...

@@ -1,10 +1,12 @@
 """Which part of a weight belongs to which rank: the same arithmetic for loading, computing and pictures.
 
 vLLM requires every size to be divisible by the number of ranks (`vllm/distributed/utils.py`, `divide`); here parts may be uneven.
+`get_pp_indices` divides layers as in the same file there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 UNIT = 16
@@ -57,3 +59,64 @@ def split_heads(num_heads: int, num_kv_heads: int, world_size: int, rank: int) -
             part = split_units(group, len(ranks), rank - ranks.start)
             return HeadSplit(range(kv_head * group + part.start, kv_head * group + part.stop), range(kv_head, kv_head + 1))
     raise ValueError(f"rank is {rank}, but there are {world_size} ranks.")
+
+
+def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int, partition: Sequence[int] | None = None) -> tuple[int, int]:
+    """A pipeline stage's first layer, and the one after its last.
+
+    Layers that are left over go to the stages before the last one, from behind: the last stage computes the logits and samples, and the first has the
+    embedding.
+
+    Args:
+        num_hidden_layers: Of the whole model.
+        pp_rank, pp_size: The stage, counted from 0, and the number of stages.
+        partition: The number of layers of each stage; None divides them as evenly as can be.
+
+    Raises:
+        ValueError: `partition` has another number of stages or layers, or a stage would have none.
+
+    >>> [get_pp_indices(30, rank, 4) for rank in range(4)]
+    [(0, 7), (7, 15), (15, 23), (23, 30)]
+    >>> get_pp_indices(30, 1, 2, [12, 18])
+    (12, 30)
+    """
+    if partition is None:
+        each, more = divmod(num_hidden_layers, pp_size)
+        partition = [each + (pp_size - 1 - more <= rank < pp_size - 1) for rank in range(pp_size)]
+    if len(partition) != pp_size:
+        raise ValueError(f"it says how many layers each of {len(partition)} stages has, but there are {pp_size} stages")
+    if sum(partition) != num_hidden_layers:
+        raise ValueError(f"it adds up to {sum(partition)} layers, but there are {num_hidden_layers}")
+    if min(partition) < 1:
+        raise ValueError("each stage needs a layer")
+    start = sum(partition[:pp_rank])
+    return start, start + partition[pp_rank]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a model's layers, in order; the first stage also has the embedding, and the last one the last norm and the head.
+
+    Attributes:
+        rank: This one, counted from 0: vLLM's `pp_rank`.
+        world_size: The number of stages.
+        partition: The number of layers of each; None if they are divided evenly.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    partition: tuple[int, ...] | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it computes from token ids."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it computes logits and samples."""
+        return self.rank == self.world_size - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Its layers, of a model's `num_layers`."""
+        return range(*get_pp_indices(num_layers, self.rank, self.world_size, self.partition))

@@ -13,6 +13,9 @@ a time."""
 BUFFER_BYTES = 2**21
 """Size of a rank's buffer, through which larger tensors go in pieces."""
 
+PIPE_BYTES = 2**24
+"""How much a pipeline stage can send before the next one reads it: several batches of a decode step."""
+
 
 def create_shared_memory(num_bytes: int) -> int:
     """Zeros, as a file descriptor for processes to inherit and map.
@@ -43,6 +46,12 @@ def create_group_memory(world_size: int, buffer_bytes: int = BUFFER_BYTES) -> in
     return create_shared_memory(group_header_bytes(world_size) + 2 * world_size * buffer_bytes)
 
 
+def create_pipeline_memory(num_stages: int, pipe_bytes: int = PIPE_BYTES) -> int:
+    """Memory for a `SharedMemoryPipeline`, as a file descriptor for its processes to inherit: a pipe between each two neighbours."""
+    num_pipes = num_stages - 1
+    return create_shared_memory(group_header_bytes(2 * num_pipes) + num_pipes * pipe_bytes)
+
+
 def group_header_bytes(world_size: int) -> int:
-    """Size of the part before the buffers: a line for each rank, in whole pages."""
+    """Size of the part before the buffers: a line for each rank, or each end of a pipe, in whole pages."""
     return -(-LINE_BYTES * world_size // mmap.PAGESIZE) * mmap.PAGESIZE

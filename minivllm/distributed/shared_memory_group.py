@@ -57,7 +57,7 @@ class SharedMemoryGroup(GroupCoordinator):
         if x.dtype == torch.float32 and x.is_contiguous() and x.nbytes <= self._capacity:
             self._sum_floats(x.data_ptr(), x.numel())  # the usual case
             return
-        flat = _flatten(x)
+        flat = flatten(x)
         for piece in self._pieces(flat):
             if x.dtype == torch.float32:
                 self._sum_floats(piece.data_ptr(), piece.numel())
@@ -70,7 +70,7 @@ class SharedMemoryGroup(GroupCoordinator):
             x.copy_(flat.view_as(x))
 
     def _gather(self, x: Tensor, sizes: Sequence[int], dst: int | None) -> list[Tensor]:
-        flat, capacity = _flatten(x), self._capacity // x.itemsize
+        flat, capacity = flatten(x), self._capacity // x.itemsize
         is_reading = dst in (None, self.rank)
         parts = [x.new_empty(size if is_reading else 0) for size in sizes]
         for start in range(0, max(sizes), capacity):
@@ -81,7 +81,7 @@ class SharedMemoryGroup(GroupCoordinator):
         return parts
 
     def _broadcast(self, x: Tensor, src: int) -> None:
-        flat = _flatten(x)
+        flat = flatten(x)
         for piece in self._pieces(flat):
             lengths = [piece.numel() if rank == src else 0 for rank in range(self.world_size)]
             pieces = list(self._exchange("broadcast", piece[: lengths[self.rank]], lengths))
@@ -136,7 +136,7 @@ class SharedMemoryGroup(GroupCoordinator):
             if self._words[LINE * rank + collectives.NUMBER] >= self._number:
                 continue
             process = int(self._words[LINE * rank + collectives.PID])
-            if process and not _is_alive(process):
+            if process and not is_alive(process):
                 raise DistributedError(f"Rank {rank} (process {process}) has ended, and rank {self.rank} waits for it.")
             if is_late:
                 raise DistributedError(f"Rank {rank} (process {process or 'not begun'}) did not come within {self.timeout:g} s.")
@@ -147,12 +147,13 @@ class SharedMemoryGroup(GroupCoordinator):
         return ", ".join(said)
 
 
-def _flatten(x: Tensor) -> Tensor:
+def flatten(x: Tensor) -> Tensor:
     """`x` as one contiguous row, a view if possible; of stride 1 even if it has one element."""
     return x.reshape(-1).contiguous().as_strided((x.numel(),), (1,))
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Whether a process runs, or is stopped."""
     try:
         return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

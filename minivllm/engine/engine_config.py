@@ -100,7 +100,7 @@ class EngineConfig:
         if args.generation_config == "auto":
             model_config = replace(model_config, sampling_defaults=load_sampling_defaults(model_config.path))
         parallel_config = args.parallel_config()
-        check_can_be_split(model_config, parallel_config.tensor_parallel_size)
+        check_can_be_split(model_config, parallel_config)
         check_async_scheduling(args)
         return cls(
             model_config,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from minivllm.distributed.parallel_state import GroupCoordinator, SingleRank
+from minivllm.distributed.partition import Stage
 from minivllm.errors import ConfigError
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops, has_cpu_kernels, load_platform_kernels
@@ -44,6 +45,7 @@ class Platform:
         attention_backend: "auto", a name, or a class of the user's own.
         quantization: None or "int8".
         group: The ranks that share the model; a group of one if None.
+        stage: Which of the layers are made; all if None.
 
     Attributes:
         dtype: Of the KV cache, and of the weights unless they are quantized.
@@ -63,9 +65,10 @@ class Platform:
         attention_backend: str | type = "auto",
         quantization: str | None = None,
         group: GroupCoordinator | None = None,
+        stage: Stage | None = None,
     ) -> None:
         self.device, self.dtype = device, dtype
-        self.group = group or SingleRank()
+        self.group, self.stage = group or SingleRank(), stage or Stage()
         self.attention_backend = get_attention_backend(attention_backend, device)
         self.kernels = load_platform_kernels(device)
         self.ops = Ops(self.kernels, Checks.NONE)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
+from minivllm.distributed.pipeline import IntermediateTensors
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.layers.embedding import ChooseInPart
 from minivllm.layers.platform import Platform
@@ -29,6 +30,11 @@ class CausalLM(nn.Module):
     """Whether the head is the embedding, so that a checkpoint's `lm_head.weight` is not needed."""
     supports_tensor_parallel: ClassVar[bool] = False
     """Whether it is made of layers that know their rank, so that several workers can have a part of it each."""
+    supports_pipeline_parallel: ClassVar[bool] = False
+    """Whether several stages can have some of its layers each: it makes those of `platform.stage`, by `models.stages`, and `forward` takes and returns
+    `IntermediateTensors`."""
+    intermediate_names: ClassVar[tuple[str, ...]] = ()
+    """The names of these tensors, each `[num_tokens, hidden_size]` in the dtype of the activations."""
     choose: Callable[[Tensor, ChooseInPart], Tensor | None] | None = None
     """`ParallelLMHead.choose`, in a model that is divided among several ranks: a token for each row, with less to exchange than all logits."""
     load_weights: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
@@ -39,16 +45,24 @@ class CausalLM(nn.Module):
         super().__init__()
 
     @abstractmethod
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> Tensor | IntermediateTensors:
         """Hidden states of a ragged batch.
 
         Args:
             input_ids, positions: `[num_tokens]`.
             kv_caches: One per layer, changed in place.
             metadata: Where the tokens belong.
+            intermediate_tensors: In a pipeline, what the stage before has computed; not given to the first stage.
 
         Returns:
-            `[num_tokens, hidden_size]`.
+            `[num_tokens, hidden_size]`; in a pipeline, what the next stage gets.
         """
 
     @abstractmethod

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from minivllm.distributed.pipeline import IntermediateTensors
 from minivllm.errors import KernelError
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.layers.attention_backends import CPUAttentionBackend
@@ -31,6 +32,7 @@ from minivllm.layers.norm import RMSNorm
 from minivllm.layers.platform import Platform
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
+from minivllm.models.stages import own_layers
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ def compile_model(model: nn.Module, platform: Platform) -> CompiledLlama | None:
     if not any(chain.from_iterable(compiled.halves)):
         return None
     decoder.forward = compiled
-    backend = type(decoder.layers[0].self_attn.backend)
+    backend = type(own_layers(decoder.layers)[0].self_attn.backend)
     if issubclass(backend, CPUAttentionBackend) and backend.forward is not CPUAttentionBackend.forward:
         logger.warning(
             "%s has a forward of its own, which is called instead of the compiled attention: steps are slower.", backend.__name__
@@ -98,7 +100,10 @@ class CompiledLlama:
             return "as written"
         return f"layer by layer, {' and '.join(sorted(compiled, key=str.lower))} compiled"
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> Tensor | IntermediateTensors:  # fmt: skip
         """See `LlamaModel.forward`.
 
         Raises:
@@ -110,9 +115,12 @@ class CompiledLlama:
         if self.all_layers is not None:
             return self.all_layers(model.embed_tokens(input_ids), positions, kv_caches, metadata)
         if not self.halves:
-            return LlamaModel.forward(model, input_ids, positions, kv_caches, metadata)
-        x, residual = model.embed_tokens(input_ids), None
-        for layer, (attention, mlp), kv_cache in zip(model.layers, self.halves, kv_caches, strict=True):
+            return LlamaModel.forward(model, input_ids, positions, kv_caches, metadata, intermediate_tensors)
+        if intermediate_tensors is None:
+            x, residual = model.embed_tokens(input_ids), None
+        else:
+            x, residual = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
+        for layer, (attention, mlp), kv_cache in zip(own_layers(model.layers), self.halves, kv_caches, strict=True):
             if attention is not None:
                 x, residual = attention(x, residual, positions, kv_cache, metadata)
             else:
@@ -123,18 +131,22 @@ class CompiledLlama:
             else:
                 x, residual = layer.post_attention_layernorm.add_and_norm(x, residual)
                 x = layer.mlp(x)
+        if not model.stage.is_last:
+            return IntermediateTensors({"hidden_states": x, "residual": residual})
         return model.norm.add_and_norm(x, residual)[0]
 
     def _compile(self) -> None:
         """Find out what can be compiled of the model as it is now."""
         kernels = self.platform.kernels
-        parts = [*self.model.layers.modules(), *self.model.norm.modules()]
+        parts = own_layers([*self.model.layers.modules(), *self.model.norm.modules()])
         self.has_changed = _watch([self.model, *parts])
         self.halves = []
         self.all_layers = None
         if all(_is_plain(part, self.platform) for part in parts):
-            self.halves = [(_compile_attention(layer, kernels), _compile_mlp(layer, kernels)) for layer in self.model.layers]
-            if self.platform.group.world_size == 1:
+            self.halves = [
+                (_compile_attention(layer, kernels), _compile_mlp(layer, kernels)) for layer in own_layers(self.model.layers)
+            ]
+            if self.platform.group.world_size == 1 and self.model.stage.world_size == 1:
                 self.all_layers = CompiledLayers.of(self.halves, self.model.norm, kernels)
 
 

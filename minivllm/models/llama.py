@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
+from minivllm.distributed.pipeline import IntermediateTensors
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -19,6 +20,7 @@ from minivllm.layers.norm import RMSNorm
 from minivllm.layers.platform import Platform
 from minivllm.layers.rotary import RotaryEmbedding, rope_parameters
 from minivllm.models.base import CausalLM
+from minivllm.models.stages import here, make_layers, own_layers
 
 
 class LlamaAttention(nn.Module):
@@ -84,20 +86,32 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, decoder layers and the last norm."""
+    """Embedding, decoder layers and the last norm: all of them, or those of a pipeline stage."""
 
     def __init__(self, config: ModelConfig, platform: Platform, qk_norm: bool) -> None:
         super().__init__()
-        hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden_size, platform)
+        hidden_size, eps, stage = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"], platform.stage
+        is_head = stage.is_last and config.hf_config.get("tie_word_embeddings", False)
+        self.embed_tokens = here(
+            stage.is_first or is_head, lambda: VocabParallelEmbedding(config.vocab_size, hidden_size, platform)
+        )
         rotary = RotaryEmbedding(config.head_dim, config.max_model_len, rope_parameters(config.hf_config), platform.ops)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, rotary, platform, qk_norm) for _ in range(config.num_layers))
-        self.norm = RMSNorm(hidden_size, eps, platform.ops)
+        self.layers = make_layers(config.num_layers, stage, lambda: LlamaDecoderLayer(config, rotary, platform, qk_norm))
+        self.norm = here(stage.is_last, lambda: RMSNorm(hidden_size, eps, platform.ops))
+        self.stage = stage
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
-        x, residual = self.embed_tokens(input_ids), None
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> Tensor | IntermediateTensors:  # fmt: skip
+        if intermediate_tensors is None:
+            x, residual = self.embed_tokens(input_ids), None
+        else:
+            x, residual = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
+        for layer, kv_cache in zip(own_layers(self.layers), kv_caches, strict=True):
             x, residual = layer(x, residual, positions, kv_cache, metadata)
+        if not self.stage.is_last:
+            return IntermediateTensors({"hidden_states": x, "residual": residual})
         return self.norm.add_and_norm(x, residual)[0]
 
 
@@ -113,6 +127,8 @@ class LlamaForCausalLM(CausalLM):
     }
     ignored_weights = ("rotary_emb.inv_freq",)
     supports_tensor_parallel = True
+    supports_pipeline_parallel = True
+    intermediate_names = ("hidden_states", "residual")
     qk_norm = False
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
@@ -123,12 +139,17 @@ class LlamaForCausalLM(CausalLM):
         self.model = LlamaModel(config, platform, self.qk_norm)
         self.tie_word_embeddings = hf_config.get("tie_word_embeddings", False)
         tied_to = self.model.embed_tokens if self.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead(hf_config["hidden_size"], config.vocab_size, platform, tied_to)
-        if platform.group.world_size > 1 and type(self).compute_logits is LlamaForCausalLM.compute_logits:
+        stage = platform.stage
+        has_head = stage.is_last or (stage.is_first and self.tie_word_embeddings)  # the embedding's rows are read from it
+        self.lm_head = here(has_head, lambda: ParallelLMHead(hf_config["hidden_size"], config.vocab_size, platform, tied_to))
+        if stage.is_last and platform.group.world_size > 1 and type(self).compute_logits is LlamaForCausalLM.compute_logits:
             self.choose = self.lm_head.choose
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
-        return self.model(input_ids, positions, kv_caches, metadata)
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> Tensor | IntermediateTensors:  # fmt: skip
+        return self.model(input_ids, positions, kv_caches, metadata, intermediate_tensors)
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        return self.lm_head(hidden)  # type: ignore[no-any-return]
+        return self.lm_head(hidden)

@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
+from minivllm.distributed.pipeline import IntermediateTensors
 from minivllm.errors import ModelLoadError
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.platform import Platform
 from minivllm.models.base import CausalLM
+from minivllm.models.stages import here, make_layers, own_layers
 
 POSITION_OFFSET = 2
 """OPT's position table begins two rows late (a relic of padding positions in fairseq)."""
@@ -55,22 +57,31 @@ class OPTDecoderLayer(nn.Module):
 
 
 class OPTDecoder(nn.Module):
-    """Token and position embeddings, decoder layers and the last norm."""
+    """Token and position embeddings, decoder layers and the last norm: all of them, or those of a pipeline stage."""
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__()
-        hidden_size = config.hf_config["hidden_size"]
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden_size, platform)
+        hidden_size, stage = config.hf_config["hidden_size"], platform.stage
+        self.embed_tokens = here(
+            stage.is_first or stage.is_last, lambda: VocabParallelEmbedding(config.vocab_size, hidden_size, platform)
+        )
         num_positions = config.hf_config["max_position_embeddings"] + POSITION_OFFSET
-        self.embed_positions = nn.Embedding(num_positions, hidden_size, dtype=platform.dtype)
-        self.layers = nn.ModuleList(OPTDecoderLayer(config, platform) for _ in range(config.num_layers))
-        self.final_layer_norm = nn.LayerNorm(hidden_size)
+        self.embed_positions = here(stage.is_first, lambda: nn.Embedding(num_positions, hidden_size, dtype=platform.dtype))
+        self.layers = make_layers(config.num_layers, stage, lambda: OPTDecoderLayer(config, platform))
+        self.final_layer_norm = here(stage.is_last, lambda: nn.LayerNorm(hidden_size))
+        self.stage = stage
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
-        x = self.embed_tokens(input_ids) + self.embed_positions(positions + POSITION_OFFSET)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> Tensor | IntermediateTensors:  # fmt: skip
+        if intermediate_tensors is None:
+            x = self.embed_tokens(input_ids) + self.embed_positions(positions + POSITION_OFFSET)
+        else:
+            x = intermediate_tensors["hidden_states"]
+        for layer, kv_cache in zip(own_layers(self.layers), kv_caches, strict=True):
             x = layer(x, kv_cache, metadata)
-        return self.final_layer_norm(x)
+        return self.final_layer_norm(x) if self.stage.is_last else IntermediateTensors({"hidden_states": x})  # type: ignore[no-any-return]
 
 
 class OPTModel(nn.Module):
@@ -86,6 +97,8 @@ class OPTForCausalLM(CausalLM):
 
     fused_layers = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
     supports_tensor_parallel = True
+    supports_pipeline_parallel = True
+    intermediate_names = ("hidden_states",)
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__(config, platform)
@@ -103,12 +116,17 @@ class OPTForCausalLM(CausalLM):
                 raise ModelLoadError(f"This OPT checkpoint has {name} = {hf_config[name]!r}: only {value!r} is supported.")
         self.tie_word_embeddings = True
         self.model = OPTModel(config, platform)
-        self.lm_head = ParallelLMHead(hf_config["hidden_size"], config.vocab_size, platform, self.model.decoder.embed_tokens)
-        if platform.group.world_size > 1 and type(self).compute_logits is OPTForCausalLM.compute_logits:
+        hidden_size, tied_to, stage = hf_config["hidden_size"], self.model.decoder.embed_tokens, platform.stage
+        has_head = stage.is_last or stage.is_first  # the embedding's rows are read from it
+        self.lm_head = here(has_head, lambda: ParallelLMHead(hidden_size, config.vocab_size, platform, tied_to))
+        if stage.is_last and platform.group.world_size > 1 and type(self).compute_logits is OPTForCausalLM.compute_logits:
             self.choose = self.lm_head.choose
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
-        return self.model.decoder(input_ids, positions, kv_caches, metadata)
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> Tensor | IntermediateTensors:  # fmt: skip
+        return self.model.decoder(input_ids, positions, kv_caches, metadata, intermediate_tensors)
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        return self.lm_head(hidden)  # type: ignore[no-any-return]
+        return self.lm_head(hidden)

@@ -12,6 +12,7 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     """The dense Qwen3 models."""
 
     supports_tensor_parallel = True
+    supports_pipeline_parallel = True
     qk_norm = True
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minivllm.config import ModelConfig
+from minivllm.config import ModelConfig, ParallelConfig
 from minivllm.errors import ConfigError, ModelLoadError, RequestError
 from minivllm.models.base import CausalLM
 from minivllm.models.llama import LlamaForCausalLM
@@ -154,12 +154,18 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
     )
 
 
-def check_can_be_split(config: ModelConfig, tensor_parallel_size: int) -> None:
-    """Raise a ConfigError if a model cannot be divided among that many ranks: each needs at least one query head."""
-    if tensor_parallel_size == 1:
-        return
+def check_can_be_split(config: ModelConfig, parallel_config: ParallelConfig) -> None:
+    """Raise a ConfigError if a model cannot be divided among that many ranks and stages."""
+    if parallel_config.tensor_parallel_size > 1:
+        _check_ranks(config, parallel_config.tensor_parallel_size)
+    if parallel_config.pipeline_parallel_size > 1 or parallel_config.layer_partition:
+        _check_stages(config, parallel_config)
+
+
+def _check_ranks(config: ModelConfig, tensor_parallel_size: int) -> None:
+    """Each rank needs at least one query head."""
     model_cls = config.model_cls or ModelRegistry.load_model_cls(config.architecture)
-    if not _supports_tensor_parallel(model_cls):
+    if not _declares(model_cls, "supports_tensor_parallel"):
         raise ConfigError(
             f"tensor_parallel_size is {tensor_parallel_size}, but {model_cls.__name__} does not say that it can be sharded: use layers that know "
             "their rank, take None for the logits of all ranks but the first, and set supports_tensor_parallel = True."
@@ -178,11 +184,32 @@ def check_can_be_split(config: ModelConfig, tensor_parallel_size: int) -> None:
         )
 
 
-def _supports_tensor_parallel(model_cls: type) -> bool:
-    """What the class says, or the nearest base class, if the class changes nothing that depends on it."""
+def _check_stages(config: ModelConfig, parallel_config: ParallelConfig) -> None:
+    """Each stage needs at least one layer."""
+    stages, partition = parallel_config.pipeline_parallel_size, parallel_config.layer_partition
+    model_cls = config.model_cls or ModelRegistry.load_model_cls(config.architecture)
+    if stages > 1 and not _declares(model_cls, "supports_pipeline_parallel"):
+        raise ConfigError(
+            f"pipeline_parallel_size is {stages}, but {model_cls.__name__} does not say that it can be divided into stages: let forward take and "
+            "return IntermediateTensors, and set supports_pipeline_parallel = True."
+        )
+    if stages > config.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size is {stages}, but {config.name} has {config.num_layers} layers, and each stage needs one: use at most "
+            f"{config.num_layers}."
+        )
+    if partition is not None and sum(partition) != config.num_layers:
+        raise ConfigError(
+            f"pp_layer_partition is {parallel_config.pp_layer_partition!r}, which adds up to {sum(partition)} layers, but {config.name} has "
+            f"{config.num_layers}."
+        )
+
+
+def _declares(model_cls: type, name: str) -> bool:
+    """What the class says under a name, or the nearest base class, if the class changes nothing that depends on it."""
     for cls in model_cls.__mro__:
-        if "supports_tensor_parallel" in vars(cls):
-            return bool(vars(cls)["supports_tensor_parallel"])
+        if name in vars(cls):
+            return bool(vars(cls)[name])
         if vars(cls).keys() & {"__init__", "forward", "compute_logits"}:
             return False
     return False

@@ -24,6 +24,7 @@ from minivllm.layers.platform import Platform
 from minivllm.layers.weights import ROWS_AT_A_TIME, CheckpointTensor
 from minivllm.models.base import CausalLM
 from minivllm.models.registry import ModelRegistry, read_json
+from minivllm.models.stages import PPMissingLayer
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name: str) -> None:
-    """Fill the model's parameters with checkpoint tensors; every part of every parameter must get one.
+    """Fill the model's parameters with checkpoint tensors; every part of every parameter must get one. A pipeline stage passes over those of others.
 
     A linear layer or an embedding is processed as soon as it is complete, so that no more than one exists in two forms at a time. Those with
     packed weights never do.
@@ -154,7 +155,7 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
     Raises:
         ModelLoadError: A tensor is missing, has no place in the model, or has the wrong shape.
     """
-    targets = _load_targets(model)
+    targets, elsewhere = _load_targets(model), _names_elsewhere(model)
     all_names = set(targets)
     num_missing = Counter(layer for layer, *_ in targets.values())
     processed: set[nn.Module] = set()
@@ -164,6 +165,8 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
         if name.startswith("decoder."):  # the OPT checkpoints of 2022
             name = f"model.{name}"
         if name.endswith(model.ignored_weights) or (name == "lm_head.weight" and model.tie_word_embeddings):
+            continue
+        if name.startswith(elsewhere):
             continue
         if name in all_names and name not in targets:
             raise ModelLoadError(
@@ -187,6 +190,11 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
     for module in reversed(list(model.modules())):  # parts before what is made of them
         if module not in processed and hasattr(module, "process_weights_after_loading"):
             module.process_weights_after_loading()
+
+
+def _names_elsewhere(model: CausalLM) -> tuple[str, ...]:
+    """How the names of weights begin that other stages load. What a stage does not know of its own layers, it refuses."""
+    return tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, PPMissingLayer))
 
 
 def _load_targets(model: CausalLM) -> dict[str, tuple[Any, ...]]:

@@ -122,4 +122,6 @@ class DecodeGraphs:
 
     def _forward(self, size: int) -> Tensor:
         inputs = self.inputs.view(size)
-        return self.model.forward(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
+        hidden = self.model.forward(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
+        assert isinstance(hidden, Tensor), "a pipeline stage captures no graphs"
+        return hidden

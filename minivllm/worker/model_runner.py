@@ -6,6 +6,7 @@ There is one code path for prefill, decode and mixed steps: each sequence brings
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.distributed.pipeline import IntermediateTensors
 from minivllm.errors import KernelError
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.models.base import CausalLM
@@ -32,6 +34,7 @@ from minivllm.worker.sampler import (
     can_choose_in_parts,
     choose_in_part,
 )
+from minivllm.worker.stage import PipelineStage
 from minivllm.worker.transfer import RecentTokens, pack_to_device, to_device
 
 PROMPT_LOGPROB_ROWS = 256
@@ -56,9 +59,11 @@ class ModelRunner:
     """Turns scheduled sequences into new tokens, with a model of `minivllm.models` that has its weights.
 
     Attributes:
+        stage: Its place in a pipeline of several model runners, each with some of the layers; None if this one has all of them.
         recent_tokens: What placeholders in the input stand for. None if a step is launched only when all tokens before it are known.
     """
 
+    stage: PipelineStage | None = None
     recent_tokens: RecentTokens | None = None
 
     def __init__(
@@ -148,36 +153,48 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> list[SequenceOutput]:
-        """Run a step: one output for each sequence, in order. With several ranks, only rank 0 has logits to sample from."""
+        """Run a step: one output for each sequence, in order. With several ranks, only rank 0 has logits to sample from; with several stages, only
+        the last one has outputs."""
         self.launch_model(sequences, kv_caches)
         return self.sample_tokens({})()
 
     @torch.inference_mode()
     def launch_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> None:
-        """The first half of `execute_model`, the forward pass: a GPU gets its work. `sample_tokens` must follow."""
+        """The first half of `execute_model`, the forward pass: a GPU gets its work, and the next stage the results. `sample_tokens` must follow."""
         self._launched = None
         if not sequences:
             return
         inputs = self.prepare_inputs(sequences, num_blocks=kv_caches[0][0].shape[0])
         if self.graphs is not None and self.graphs.can_run(inputs):
-            hidden = self.graphs.run(inputs)
+            hidden: Tensor | None = self.graphs.run(inputs)
         else:
-            hidden = self.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
-        self._launched = ForwardPass(sequences, hidden, inputs.sampled_rows)
+            hidden = self._run_model(inputs, kv_caches)
+        if hidden is not None:
+            self._launched = ForwardPass(sequences, hidden, inputs.sampled_rows)
+
+    def _run_model(self, inputs: ModelInput, kv_caches: list[KVCache]) -> Tensor | None:
+        """Hidden states, `[num_tokens, hidden_size]`. None on a stage that has handed them to the next one."""
+        batch = (inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
+        if self.stage is None:
+            return self.model(*batch)  # type: ignore[no-any-return]
+        received = self.stage.recv(len(inputs.input_ids))
+        hidden = self.model(*batch) if received is None else self.model(*batch, received)
+        if isinstance(hidden, IntermediateTensors):
+            self.stage.send(hidden)
+            return None
+        return hidden  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def sample_tokens(self, masks: Masks) -> Callable[[], list[SequenceOutput]]:
         """The second half, under the masks of structured outputs. The function that is returned waits for the results."""
         launched, self._launched = self._launched, None
-        if launched is None:  # nothing to compute
+        if launched is None:  # nothing to sample from
             return list
         sequences, hidden, sampled_rows = launched
         apply_masks(sequences, masks)
-        if len(sampled_rows) < len(hidden):
-            # index_select, because hidden[rows] would wake all threads of torch for a few rows
-            hidden_rows = hidden.index_select(0, self._tensor(sampled_rows))
-        else:
-            hidden_rows = hidden  # all of them, in order
+        is_all = len(sampled_rows) == len(hidden)  # in order
+        # index_select, because hidden[rows] would wake all threads of torch for a few rows
+        hidden_rows = hidden if is_all else hidden.index_select(0, self._tensor(sampled_rows))
         finish_sampling = self._sample(sequences, hidden_rows)
         prompt_logprobs: dict[int, dict[int, dict[int, Logprob]]] = {}
         start = 0
@@ -196,7 +213,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def profile_run(self, num_tokens: int, num_seqs: int, kv_caches: list[KVCache]) -> None:
-        """Run a prefill of `num_tokens` tokens, split evenly over `num_seqs`, and sample from all of them.
+        """Run a prefill of `num_tokens` tokens, split evenly over `num_seqs`, and sample from all of them. A stage does so alone.
 
         `kv_caches` needs only one block, whose contents become meaningless.
         """
@@ -208,7 +225,8 @@ class ModelRunner:
             sequences.append(
                 SequenceData(request, i, 0, [0] * length, 0, table, 0, [], num_samples=1, num_drafts=0, is_decode=False)
             )
-        self.execute_model(sequences, kv_caches)
+        with nullcontext() if self.stage is None else self.stage.alone():
+            self.execute_model(sequences, kv_caches)
 
     def _sample(self, sequences: list[SequenceData], hidden: Tensor) -> Callable[[], list[SequenceOutput]]:
         """Sample a token for every sequence that needs one, one more for each sibling forked now, and one after each draft.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from minivllm.distributed.parallel_state import GroupCoordinator, SingleRank
 from minivllm.distributed.partition import split_heads
+from minivllm.distributed.pipeline import PipelineGroup, SingleStage
 from minivllm.errors import ConfigError
 from minivllm.layers.platform import Platform
 from minivllm.models.compiled_llama import CompiledLlama, compile_model
@@ -23,6 +25,7 @@ from minivllm.worker.cache_engine import CacheEngine
 from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.sampler import Sampler
+from minivllm.worker.stage import PipelineStage
 from minivllm.worker.transfer import RecentTokens
 
 CPU_PROFILE_TOKENS = 256
@@ -44,10 +47,12 @@ class Worker:
 
     Args:
         model_config, cache_config, scheduler_config, worker_config: What to run, where, and within which limits.
-        group: The workers that share the model; None if this one has all of it.
+        group: The workers that share the model, or a stage of it; None if this one has all of it.
+        pipeline: The stages, each with some of the layers; None if there is one.
 
     Attributes:
-        rank_config: The model config, with this rank's heads.
+        rank, num_ranks: This one among all workers of the model, and how many they are.
+        rank_config: The model config, with this rank's layers and heads.
 
     Raises:
         ConfigError: The device, dtype, backend or quantization is not available.
@@ -60,18 +65,25 @@ class Worker:
         scheduler_config: SchedulerConfig,
         worker_config: WorkerConfig,
         group: GroupCoordinator | None = None,
+        pipeline: PipelineGroup | None = None,
     ) -> None:
-        self.group = group or SingleRank()
+        self.group, self.pipeline = group or SingleRank(), pipeline or SingleStage()
+        self.num_ranks = self.pipeline.world_size * self.group.world_size
+        self.rank = self.pipeline.rank * self.group.world_size + self.group.rank
+        stage = self.pipeline.stage
         heads = split_heads(model_config.num_heads, model_config.num_kv_heads, self.group.world_size, self.group.rank)
         self.model_config = model_config
-        self.rank_config = replace(model_config, num_heads=len(heads.query), num_kv_heads=len(heads.kv))
+        num_layers = len(stage.layers(model_config.num_layers))
+        self.rank_config = replace(model_config, num_layers=num_layers, num_heads=len(heads.query), num_kv_heads=len(heads.kv))
         self.cache_config = cache_config
         self.scheduler_config = scheduler_config
-        self.device = resolve_device(worker_config.device, self.group.rank if self.group.world_size > 1 else None)
+        self.device = resolve_device(worker_config.device, self.rank if self.num_ranks > 1 else None)
         self.dtype = resolve_dtype(worker_config.dtype, self.device, model_config)
         self.enforce_eager = worker_config.enforce_eager
         self.sampler = (worker_config.sampler_cls or Sampler)()
-        self.platform = Platform(self.device, self.dtype, worker_config.attention_backend, worker_config.quantization, self.group)
+        self.platform = Platform(
+            self.device, self.dtype, worker_config.attention_backend, worker_config.quantization, self.group, stage
+        )
         self.block_bytes = CacheEngine.block_bytes(self.rank_config, cache_config.block_size, self.dtype)
         self.compiled_model: CompiledLlama | None = None
         self.model_runner: ModelRunner
@@ -86,7 +98,10 @@ class Worker:
                 weakref.finalize(self, vars(self.compiled_model.model).pop, "forward", None)
         block_size, max_model_len = self.cache_config.block_size, self.model_config.max_model_len
         self.model_runner = ModelRunner(model, block_size, max_model_len, self.device, self.sampler)
-        if self.scheduler_config.async_scheduling:
+        if self.pipeline.world_size > 1:
+            hidden_size, dtype = self.model_config.hf_config["hidden_size"], self.platform.activation_dtype
+            self.model_runner.stage = PipelineStage(self.pipeline, model.intermediate_names, hidden_size, dtype)
+        elif self.scheduler_config.async_scheduling:
             self.model_runner.recent_tokens = RecentTokens(MAX_STEPS_BEFORE, self.group)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
@@ -127,25 +142,41 @@ class Worker:
             self.model_runner.capture_graphs(self.cache_engine.gpu_cache, self.scheduler_config.max_num_seqs)
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
-        """Move blocks as the scheduler says, then run the step."""
-        self._move_blocks(request)
-        if not request.sequences:
-            return []
-        return self.model_runner.execute_model(request.sequences, self.cache_engine.gpu_cache)
+        """Move blocks as the scheduler says, then run the step. Only the last stage has results.
+
+        Raises:
+            StageError: A stage before this one has failed, and this one is ready for the next step.
+        """
+        with self._step(request):
+            self._move_blocks(request)
+            if not request.sequences:
+                return []
+            return self.model_runner.execute_model(request.sequences, self.cache_engine.gpu_cache)
 
     def launch_model(self, request: ExecuteModelRequest) -> None:
         """The first half of `execute_model`: a GPU gets its work. `sample_tokens` must follow."""
-        self._move_blocks(request)
-        self.model_runner.launch_model(request.sequences, self.cache_engine.gpu_cache)
+        with self._step(request):
+            self._move_blocks(request)
+            self.model_runner.launch_model(request.sequences, self.cache_engine.gpu_cache)
 
     def sample_tokens(self, masks: Masks) -> Callable[[], list[SequenceOutput]]:
         """The second half. The function that is returned waits for the results."""
         return self.model_runner.sample_tokens(masks)
 
+    def _step(self, request: ExecuteModelRequest) -> AbstractContextManager[None]:
+        """Stages, if there are several, tell each other of a step in which there is something to compute."""
+        return self.pipeline.step() if request.sequences and self.pipeline.world_size > 1 else nullcontext()
+
     def _move_blocks(self, request: ExecuteModelRequest) -> None:
         self.cache_engine.swap_out(request.blocks_to_swap_out)
         self.cache_engine.swap_in(request.blocks_to_swap_in)
         self.cache_engine.copy(request.blocks_to_copy)
+
+    def take_timing(self) -> tuple[list[tuple[float, float]], int]:
+        """When it was communicating since the last call, within its stage and with its neighbours, and how many bytes it contributed."""
+        spans, num_bytes = self.group.take_timing()
+        more_spans, more_bytes = self.pipeline.take_timing()
+        return sorted(spans + more_spans), num_bytes + more_bytes
 
     def describe_model(self) -> str:
         """How the model's layers run, in words."""
@@ -163,11 +194,12 @@ class Worker:
 
     def _uses_graphs(self) -> bool:
         can_capture = self.platform.attention_backend.supports_cuda_graphs() and self.group.supports_cuda_graphs
+        can_capture = can_capture and self.pipeline.world_size == 1  # what passes between stages waits on the host
         return self.device.type == "cuda" and not self.enforce_eager and can_capture
 
     def _check_host_memory(self, num_blocks: int) -> None:
         """Check the machine's memory, which all ranks share."""
-        num_ranks = self.group.world_size
+        num_ranks = self.num_ranks
         place = "the machine" if num_ranks == 1 else f"the machine, for each of {num_ranks} workers,"
         self._check_memory(num_blocks, place, available_cpu_memory() // num_ranks)
 
@@ -205,11 +237,11 @@ class Worker:
                 peak += runner.measure_graph_memory(one_block, max_num_seqs)
             free, total = torch.cuda.mem_get_info(self.device)
             usable = int(total * self.cache_config.gpu_memory_utilization)
-            if self.group.world_size > torch.cuda.device_count():  # ranks share a GPU
-                return min(usable // -(-self.group.world_size // torch.cuda.device_count()) - peak, useful)
+            if self.num_ranks > torch.cuda.device_count():  # ranks share a GPU
+                return min(usable // -(-self.num_ranks // torch.cuda.device_count()) - peak, useful)
             others = total - free - torch.cuda.memory_reserved(self.device)
             return min(usable - others - peak, useful)
-        num_ranks = self.group.world_size  # which share this memory
+        num_ranks = self.num_ranks  # which share this memory
         if getattr(self.platform.attention_backend.load_ops(), "INTERPRETED", False):  # a profiling run would take minutes
             usable = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization)
             return min(usable // num_ranks, CPU_CACHE_LIMIT // num_ranks, useful)

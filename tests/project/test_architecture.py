@@ -15,13 +15,13 @@ import minivllm
 from minivllm import SamplingParams
 
 ROOT = Path(minivllm.__file__).parent
-VOCABULARY = {"config", "sampling_params", "request", "outputs", "errors", "scheduler_output"}
+VOCABULARY = {"config", "config_checks", "parallel_config", "sampling_params", "request", "outputs", "errors", "scheduler_output"}
 BELOW = {
     "core": set(),
     "kernels": set(),
     "distributed": {"kernels"},
     "layers": {"kernels", "distributed"},
-    "models": {"layers", "kernels"},
+    "models": {"layers", "distributed", "kernels"},
     "worker": {"models", "layers", "kernels", "distributed"},
     "executor": {"worker", "distributed"},
     "engine": {"core", "executor", "models", "data_parallel"},
@@ -211,7 +211,7 @@ def test_a_prompt_passes_through_the_files_that_the_documentation_names(llm):
 def test_the_llama_model_is_plain():
     """It reads like the one that lesson 02 builds; what may stand in for it is elsewhere."""
     source = (ROOT / "models/llama.py").read_text()
-    assert len(source.splitlines()) <= 140 and "compile" not in source
+    assert len(source.splitlines()) <= 155 and "compile" not in source
 
 
 def test_openais_protocol_knows_nothing_of_the_server():

@@ -13,11 +13,15 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 
 from minivllm.distributed.parallel_state import GroupCoordinator
+from minivllm.distributed.partition import Stage
+from minivllm.distributed.pipeline import IntermediateTensors, PipelineGroup
 from minivllm.distributed.shared_memory_group import SharedMemoryGroup
-from minivllm.distributed.torch_group import TorchGroup
-from minivllm.errors import DistributedError
+from minivllm.distributed.shared_memory_pipeline import SharedMemoryPipeline
+from minivllm.distributed.torch_group import TorchGroup, TorchPipeline
+from minivllm.errors import DistributedError, StageError
 
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
@@ -110,11 +114,79 @@ def late(group: GroupCoordinator) -> list[object]:
     return different(group)
 
 
+def _batch(number: int, make=torch.randn) -> IntermediateTensors:
+    """What all stages know that the first one sends in a step; or room for it."""
+    rng = random.Random(number)
+    shape, dtype = (rng.choice((0, 1, 3, 40)), rng.choice((1, 48))), rng.choice(DTYPES[:4])
+    torch.manual_seed(number)
+    return IntermediateTensors({name: make(shape).to(dtype) for name in ("hidden_states", "residual")})
+
+
+def stages(pipeline: PipelineGroup, count: int = 60) -> list[object]:
+    """Steps in which a stage is late or fails now and then: what was wrong."""
+    rng, wrong = random.Random(0), []
+    for number in range(count):
+        failing, late = rng.choice((None, None, 0, 1, 2)), rng.choice((None, 0, 1, 2))
+        if late == pipeline.rank:
+            time.sleep(0.01)
+        expected = _batch(number)
+        try:
+            with pipeline.step():
+                if failing == pipeline.rank:
+                    raise ValueError("boom")
+                tensors = expected if pipeline.stage.is_first else pipeline.recv(_batch(number, torch.zeros))
+                if not pipeline.stage.is_last:
+                    pipeline.send(tensors)
+            if failing is not None and failing <= pipeline.rank:
+                wrong.append(f"step {number}: no failure")
+            elif not all(torch.equal(tensors[name], expected[name]) for name in expected.tensors):
+                wrong.append(f"step {number}: other numbers")
+        except StageError as error:
+            said = f"Stage {failing} of 3 (rank {failing}) failed: ValueError: boom"
+            if failing is None or failing >= pipeline.rank or str(error) != said:
+                wrong.append(f"step {number}: {error}")
+        except ValueError as error:
+            if failing != pipeline.rank:
+                wrong.append(f"step {number}: {error}")
+    if dist.is_initialized():
+        dist.barrier()  # what has been sent would be lost with the process
+    return [wrong]
+
+
+def stage_killed(pipeline: PipelineGroup) -> list[object]:
+    """Stage 1 is killed; how long until its neighbours know, and what they are told."""
+    stages(pipeline, 3)
+    if pipeline.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.2)
+    start = time.monotonic()
+    try:
+        for _ in range(100):
+            with pipeline.step():
+                if pipeline.stage.is_first:
+                    pipeline.send(_batch(1))
+                else:
+                    pipeline.recv(_batch(1))
+    except DistributedError as error:
+        return [str(error), time.monotonic() - start]
+    return ["nothing", 0]
+
+
+def _make_group(kind: str, rank: int, world_size: int, where: str) -> GroupCoordinator | PipelineGroup:
+    stage, ranks = Stage(rank, world_size), tuple(range(world_size))
+    if kind == "shared":
+        return SharedMemoryGroup(int(where), rank, world_size)
+    if kind == "shared stages":
+        return SharedMemoryPipeline(int(where), stage, ranks)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
+    if kind == "gloo stages":
+        group = dist.new_group()
+        return TorchPipeline(stage, ranks, torch.device("cpu"), group, group)
+    return TorchGroup(rank, world_size)
+
+
 if __name__ == "__main__":
     kind, scenario, rank, world_size, where = sys.argv[1:]
-    if kind == "shared":
-        group: GroupCoordinator = SharedMemoryGroup(int(where), int(rank), int(world_size))
-    else:
-        group = TorchGroup(int(rank), int(world_size), where)
+    group = _make_group(kind, int(rank), int(world_size), where)
     print(json.dumps(globals()[scenario](group)), flush=True)
     os._exit(0)  # torch.distributed would wait for ranks that are gone

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from minivllm.config import ParallelConfig
 from minivllm.distributed.parallel_state import GroupCoordinator, SingleRank
+from minivllm.distributed.partition import Stage
+from minivllm.distributed.pipeline import IntermediateTensors, PipelineGroup
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.executor.base import Executor, PendingStep
@@ -66,17 +71,59 @@ def make_groups(world_size: int) -> list[ThreadGroup]:
 def on_all_ranks(function: Any, *arguments: Sequence[Any]) -> list[Any]:
     """Call a function for each rank at the same time, with its arguments."""
     with ThreadPoolExecutor(len(arguments[0])) as pool:
-        return list(pool.map(function, *arguments))
+        calls = [pool.submit(function, *of_rank) for of_rank in zip(*arguments, strict=True)]
+    return [call.result() for call in calls]
+
+
+class ThreadPipeline(PipelineGroup):
+    """One rank of a pipeline. `sent` notes the shapes of what it sent. Threads of one process share `pipes`, a queue for each rank's successor."""
+
+    def __init__(self, stage: Stage, ranks: tuple[int, ...], pipes: list[queue.Queue[Any]]) -> None:
+        super().__init__(stage, ranks)
+        self._pipes = pipes
+        self.sent: list[dict[str, tuple[int, ...]]] = []
+
+    def send(self, tensors: IntermediateTensors) -> None:
+        self.sent.append({name: tuple(x.shape) for name, x in tensors.tensors.items()})
+        super().send(tensors)
+
+    def _send_bytes(self, data: bytes) -> None:
+        self._pipes[self.rank].put(data)
+
+    def _recv_bytes(self) -> bytes:
+        return self._pipes[self.rank - 1].get(timeout=60)
+
+    def _send_tensors(self, tensors: list[Tensor]) -> None:
+        self._pipes[self.rank].put([x.clone() for x in tensors])
+
+    def _recv_tensors(self, tensors: list[Tensor]) -> None:
+        for x, sent in zip(tensors, self._pipes[self.rank - 1].get(timeout=60), strict=True):
+            x.copy_(sent)
+
+
+def make_pipelines(parallel_config: ParallelConfig) -> list[PipelineGroup]:
+    """The pipeline of each rank, in the order of the ranks."""
+    tp_size, pp_size = parallel_config.tensor_parallel_size, parallel_config.pipeline_parallel_size
+    pipes: list[list[queue.Queue[Any]]] = [[queue.Queue() for _ in range(pp_size)] for _ in range(tp_size)]
+    partition = parallel_config.layer_partition
+    return [
+        ThreadPipeline(Stage(stage, pp_size, partition), tuple(range(tp_rank, tp_size * pp_size, tp_size)), pipes[tp_rank])
+        for stage in range(pp_size)
+        for tp_rank in range(tp_size)
+    ]
 
 
 class ThreadExecutor(Executor):
     """As `MultiProcExecutor`, with threads."""
 
-    def __init__(self, config: EngineConfig, world_size: int) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         configs = (config.model_config, config.cache_config, config.scheduler_config, config.worker_config)
-        groups = make_groups(world_size) if world_size > 1 else [SingleRank()]
-        self.workers = [Worker(*configs, group) for group in groups]
-        self.max_concurrent_batches = 2 if config.scheduler_config.async_scheduling else 1
+        size, num_stages = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
+        groups = [group for _ in range(num_stages) for group in (make_groups(size) if size > 1 else [SingleRank()])]
+        pipelines = make_pipelines(config.parallel_config)
+        self.workers = [Worker(*configs, *links) for links in zip(groups, pipelines, strict=True)]
+        self.answering_rank = size * (num_stages - 1)
+        self.max_concurrent_batches = num_stages if num_stages > 1 else 2 if config.scheduler_config.async_scheduling else 1
         for worker in self.workers:  # one after the other: torch's default dtype is one for all threads
             worker.load_model()
 
@@ -91,7 +138,7 @@ class ThreadExecutor(Executor):
         self.collective_rpc("initialize_cache", num_gpu_blocks, num_cpu_blocks)
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
-        return self.collective_rpc("execute_model", request)[0]
+        return self.collective_rpc("execute_model", request)[self.answering_rank]
 
     def launch_model(self, request: ExecuteModelRequest) -> None:
         if self.max_concurrent_batches == 1:
@@ -102,14 +149,15 @@ class ThreadExecutor(Executor):
     def sample_tokens(self, masks: Masks) -> PendingStep:
         if self.max_concurrent_batches == 1:
             return super().sample_tokens(masks)
-        pending: PendingStep = self.collective_rpc("sample_tokens", masks)[0]
+        pending: PendingStep = self.collective_rpc("sample_tokens", masks)[self.answering_rank]
         return pending
 
 
-def engine_on_threads(args: Any, world_size: int) -> LLMEngine:
-    """An engine whose ranks are threads; one rank is a worker as it always is. `args` are `EngineArgs`."""
+def engine_on_threads(args: Any, world_size: int = 1, num_stages: int = 1) -> LLMEngine:
+    """An engine whose ranks are threads, `world_size` of each stage; one rank is a worker as it always is. `args` are `EngineArgs`."""
+    args = replace(args, tensor_parallel_size=world_size, pipeline_parallel_size=num_stages)
     config = EngineConfig.from_engine_args(args)
-    executor = ThreadExecutor(config, world_size)
+    executor = ThreadExecutor(config)
     configs = (config.model_config, config.cache_config, config.scheduler_config)
     return LLMEngine.from_executor(
         *configs, executor, config.load_tokenizer(), scheduler_cls=config.scheduler_cls,
