@@ -103,6 +103,7 @@ class SchedulerConfig:
         check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_choice("policy", self.policy, POLICIES)
         check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        check_at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "

@@ -13,6 +13,7 @@ from __future__ import annotations
 from minivllm.config import SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.scheduler import Scheduler
 from minivllm.request import Sequence
 from minivllm.scheduler_output import SchedulerOutput
 
@@ -62,3 +63,10 @@ class PipelineScheduler(AsyncScheduler):
         if seq.num_uncomputed_tokens <= 1:
             self._may_decode -= 1
         super()._add(output, seq, num_tokens)
+
+
+def choose_scheduler(config: SchedulerConfig) -> type[Scheduler]:
+    """The scheduler of a config whose user has not chosen one."""
+    if config.pipeline_parallel_size > 1:
+        return PipelineScheduler
+    return AsyncScheduler if config.async_scheduling else Scheduler

@@ -14,11 +14,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.pipeline_scheduler import PipelineScheduler
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.structured_output import StructuredOutputManager
 from minivllm.engine.core_messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats, StoppedSequence
@@ -185,8 +187,10 @@ class EngineCore:
 
     @property
     def max_concurrent_batches(self) -> int:
-        """How many steps may be in flight: as many as the executor takes, or one with a scheduler that is no `AsyncScheduler`."""
-        return self.executor.max_concurrent_batches if isinstance(self.scheduler, AsyncScheduler) else 1
+        """How many steps may be in flight: as many as the executor takes, or one with a scheduler that is not made for several."""
+        has_stages = self.scheduler_config.pipeline_parallel_size > 1
+        needed = PipelineScheduler if has_stages else AsyncScheduler
+        return self.executor.max_concurrent_batches if isinstance(self.scheduler, needed) else 1
 
     def step(self) -> EngineCoreOutputs:
         """Schedule and launch steps until enough are in flight; then wait for the oldest, update, report.
@@ -342,7 +346,9 @@ class EngineCore:
 
     def start_trace(self) -> EngineTrace:
         """Record from now on, in a new trace. An earlier one stays as it is."""
-        configs = (self.model_config, self.cache_config, self.scheduler_config)
+        overlap = self.max_concurrent_batches > 1 and self.scheduler_config.pipeline_parallel_size == 1
+        scheduler_config = replace(self.scheduler_config, async_scheduling=overlap)  # as it is, whatever was asked for
+        configs = (self.model_config, self.cache_config, scheduler_config)
         self._recorder = TraceRecorder(*configs, self.scheduler, self.block_manager)
         self.executor.record_timing(True)
         return self._recorder.trace

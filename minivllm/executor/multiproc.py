@@ -5,9 +5,10 @@
                                                                            ▲ │
                                                                            └─┴ all-reduce
 
-All workers get the same message and compute the same step, each with its part of the weights and the cache; rank 0 samples and
-answers. A worker that ends, is stopped, or fails alone takes the executor down, because its part of the cache is lost. Mirrors
-`vllm/v1/executor/multiproc_executor.py`.
+All workers get the same message and compute the same step, each with its part of the weights and the cache; rank 0 samples. With pipeline
+stages the ranks of the first come first, and the first rank of the last stage samples. Several steps may be in flight: with asynchronous scheduling,
+or one in each stage. A worker that ends, is stopped, or fails where others wait for it takes the executor down, because its part of the cache is
+lost. Mirrors `vllm/v1/executor/multiproc_executor.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from minivllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from minivllm.executor.base import Executor, PendingStep
 from minivllm.executor.processes import check_classes
 from minivllm.executor.worker_answers import Sent, WorkerAnswers
@@ -40,11 +41,12 @@ class MultiProcExecutor(Executor):
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
         worker_config: WorkerConfig,
-        world_size: int,
+        parallel_config: ParallelConfig,
     ) -> None:
-        configs = (model_config, cache_config, scheduler_config, worker_config)
-        self.world_size = world_size
-        self.max_concurrent_batches = 2 if scheduler_config.async_scheduling else 1
+        configs = (model_config, cache_config, scheduler_config, worker_config, parallel_config)
+        self.world_size, num_stages = parallel_config.world_size, parallel_config.pipeline_parallel_size
+        self.answering_rank = parallel_config.tensor_parallel_size * (num_stages - 1)
+        self.max_concurrent_batches = max(num_stages, 2 if scheduler_config.async_scheduling else 1)
         self._ledger = RequestLedger(2 * scheduler_config.max_num_seqs)
         self._is_timed = False
         self._timing: list[RankTiming] = []
@@ -53,7 +55,7 @@ class MultiProcExecutor(Executor):
         self._awaits_masks = False
         """Whether the workers wait for the masks of that step."""
         check_classes(*configs)
-        self._workers = WorkerProcesses(pickle.dumps(configs), world_size)
+        self._workers = WorkerProcesses(pickle.dumps(configs), parallel_config)
         self._answers = WorkerAnswers(self._workers)
         self._finalizer = weakref.finalize(self, self._workers.stop)
 
@@ -107,10 +109,10 @@ class MultiProcExecutor(Executor):
 
     def _receive(self, sent: Sent) -> list[SequenceOutput]:
         """Wait for the results of a step, which may be timed."""
-        results = self._answers.receive(sent, range(self.world_size if sent.is_timed else 1))
+        results = self._answers.receive(sent, range(self.world_size) if sent.is_timed else [self.answering_rank])
         steps = [result for result in results if isinstance(result, StepResult)]
         self._timing = [step.timing for step in steps if step.timing is not None]
-        return steps[0].outputs
+        return steps[self.answering_rank if sent.is_timed else 0].outputs
 
     def record_timing(self, on: bool) -> None:
         self._is_timed = on

@@ -5,7 +5,8 @@
 Every rank answers every message, in order, so an answer to a later one also says that it has left the earlier ones. A rank that fails holds:
 it begins nothing before all ranks have left that message, or else it would meet ranks that still wait for it in a collective operation with
 another one, of a later step. If all have left, the mark of the queue lets them go on (`QueueWriter.set_mark`), and only that step is lost.
-If some are still in it soon after, they wait for a rank that does not come, and the workers are ended.
+If some of its stage are still in it soon after, they wait for a rank that does not come, and the workers are ended. Later stages leave a step that
+has failed because they get the failure in the place of tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from weakref import WeakValueDictionary
 
 from minivllm import errors
 from minivllm.distributed.message_queue import SECONDS_WHILE_FULL
-from minivllm.errors import DistributedError, WorkerError
+from minivllm.errors import DistributedError, StageError, WorkerError
 from minivllm.executor.worker_messages import Answer, Failed, FromWorker, Question, Step, StepMasks, ToWorker, WorkerLog, encode
 from minivllm.executor.worker_processes import CHECK_SECONDS, GRACE_SECONDS, WorkerProcesses
 
@@ -46,12 +47,18 @@ class Sent:
     failed: dict[int, Failed] | None = None
 
 
+@dataclass
 class Failure:
-    """What ranks say about a message in which they failed, until it is known what becomes of the others."""
+    """What ranks say about a message in which they failed, until it is known what becomes of the others.
 
-    def __init__(self) -> None:
-        self.ranks: dict[int, Failed] = {}
-        self.deadline = time.monotonic() + SECONDS_FOR_OTHERS
+    Attributes:
+        ranks: What each says.
+        deadlines: Of each pipeline stage in which one has failed, when the others of that stage must have left it. Other stages may still be busy
+            with the steps before.
+    """
+
+    ranks: dict[int, Failed] = field(default_factory=dict)
+    deadlines: dict[int, float] = field(default_factory=dict)
 
 
 class WorkerAnswers:
@@ -137,25 +144,32 @@ class WorkerAnswers:
             elif number <= self._received:  # its part of the cache is wrong, and the step's results are used
                 self._workers.raise_failure(self._describe(rank, message))
             else:
-                self._failures.setdefault(number, Failure()).ranks[rank] = message
+                failure = self._failures.setdefault(number, Failure())
+                failure.ranks[rank] = message
+                failure.deadlines.setdefault(self._workers.stage_of(rank), time.monotonic() + SECONDS_FOR_OTHERS)
         elif (sent := self._sent.get(number)) is not None:
             sent.answers[rank] = message
 
     def _judge(self, number: int, failure: Failure) -> None:
         """Decide whether only one message has failed, as all ranks have left it, or the engine. It may be too early to tell."""
-        is_theirs = all(failed.error_type == DistributedError.__name__ for failed in failure.ranks.values())
-        if not self._workers.are_ready or is_theirs:
+        _, first = _first(failure.ranks)
+        if not self._workers.are_ready or first.error_type == DistributedError.__name__:
             self._fail(failure)
         elif all(left >= number for left in self._left):
             self._settled = max(self._settled, number)
             self._workers.inbox.set_mark(self._settled)
-        elif time.monotonic() > failure.deadline:
+        elif self._is_late(number, failure):
             self._fail(failure)
         else:
             return
         if (sent := self._sent.get(number)) is not None:
             sent.failed = failure.ranks
         del self._failures[number]
+
+    def _is_late(self, number: int, failure: Failure) -> bool:
+        now, forever = time.monotonic(), float("inf")
+        late = (rank for rank, left in enumerate(self._left) if left < number)
+        return any(now > failure.deadlines.get(self._workers.stage_of(rank), forever) for rank in late)
 
     def _fail(self, failure: Failure) -> None:
         if ended := self._workers.find_ended():  # the other ranks may have noticed it first
@@ -166,19 +180,25 @@ class WorkerAnswers:
         if is_step:
             self._workers.check()
         rank, first = _first(failed)
-        kind = getattr(errors, first.error_type, None)
+        kind, name = getattr(errors, first.error_type, None), self._workers.name(rank, of_all=False)
         if kind is None:
-            raise WorkerError(f"Rank {rank}: {first.error_type}: {first.message}")
-        raise kind(f"Rank {rank}: {first.message}")
+            raise WorkerError(f"{name}: {first.error_type}: {first.message}")
+        raise kind(f"{name}: {first.message}")
 
     def _describe(self, rank: int, failure: Failed) -> str:
         kind = "" if failure.error_type == DistributedError.__name__ else f"{failure.error_type}: "
-        return f"Rank {rank} of {self._workers.world_size} failed: {kind}{failure.message}"
+        return f"{self._workers.name(rank)} failed: {kind}{failure.message}"
 
 
 def _first(failed: dict[int, Failed]) -> tuple[int, Failed]:
-    """The rank to name: one that has not failed because of another."""
-    return min(failed.items(), key=lambda item: (item[1].error_type == DistributedError.__name__, item[0]))
+    """The rank to name: if possible one that has not failed because of another, not even of another stage."""
+    because_of_others = ("", DistributedError.__name__, StageError.__name__)
+
+    def order(item: tuple[int, Failed]) -> tuple[int, int]:
+        kind = item[1].error_type
+        return because_of_others.index(kind) if kind in because_of_others else 0, item[0]
+
+    return min(failed.items(), key=order)
 
 
 class LogsOnce:

@@ -22,9 +22,10 @@ class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
     """The first message to a worker, a line of JSON on its standard input.
 
     Attributes:
-        configs: Pickled: the configs of the model, the cache, the scheduler and the worker.
+        configs: Pickled: the configs of the model, the cache, the scheduler and the worker, and the parallel config.
         parent: The executor's process.
-        group_memory: A file descriptor from `create_group_memory`.
+        group_memory: A file descriptor from `create_group_memory`, of this worker's stage.
+        pipeline_memory: One from `create_pipeline_memory`, of the workers with this one's place in their stages; -1 if there is one stage.
         group_port: A port of this machine for torch.distributed.
         inbox: Memory and waiting end of the queue that all workers read.
         outbox: Memory and ringing end of this worker's own queue.
@@ -35,6 +36,7 @@ class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
     world_size: int
     parent: int
     group_memory: int
+    pipeline_memory: int
     group_port: int
     inbox: tuple[int, int]
     outbox: tuple[int, int]

@@ -63,6 +63,8 @@ class WorkerProc:
         logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[ForwardLog(self._log)], force=True)
         self._requests: dict[int, EngineCoreRequest] = {}
         self._worker: Worker
+        self._samples = False
+        """Whether this rank has the results of steps: the first of the last stage."""
 
     def run(self) -> None:
         """Load the model, then handle messages until the executor closes the queue."""
@@ -82,14 +84,17 @@ class WorkerProc:
 
     def _make_worker(self) -> Worker:
         # Imported here: what loads torch waits until `main` has done what is urgent.
-        from minivllm.distributed.torch_group import join_group
+        from minivllm.distributed.torch_group import join_groups
         from minivllm.worker.worker import Worker, resolve_device
 
         setup = self._setup
-        model_config, cache_config, scheduler_config, worker_config = pickle.loads(setup.configs)
+        model_config, cache_config, scheduler_config, worker_config, parallel_config = pickle.loads(setup.configs)
+        self._samples = setup.rank == parallel_config.world_size - parallel_config.tensor_parallel_size
         device = resolve_device(worker_config.device, setup.rank)
-        group = join_group(setup.rank, setup.world_size, device, setup.group_memory, setup.group_port)
-        worker = Worker(model_config, cache_config, scheduler_config, worker_config, group)
+        group, pipeline = join_groups(
+            setup.rank, parallel_config, device, setup.group_memory, setup.pipeline_memory, setup.group_port
+        )
+        worker = Worker(model_config, cache_config, scheduler_config, worker_config, group, pipeline)
         worker.load_model()
         return worker
 
@@ -118,19 +123,19 @@ class WorkerProc:
     def _begin(self, step: Step) -> Callable[[], FromWorker]:
         """Launch a step. The function that is returned waits for its results."""
         start, worker = time.perf_counter(), self._worker
-        worker.group.take_timing()
+        worker.take_timing()
         worker.launch_model(to_request(step, self._requests))
         masks = self._read_masks() if step.masks_follow else {}
         if masks is None:
             return partial(StepResult, step.number, [])
-        pending, timing, wait = worker.sample_tokens(masks), worker.group.take_timing(), self._mark_launched()
+        pending, timing, wait = worker.sample_tokens(masks), worker.take_timing(), self._mark_launched()
 
         def finish() -> StepResult:
             outputs = pending()
             wait()
             communication, num_bytes = timing
             spent = RankTiming(start, time.perf_counter(), num_bytes, communication) if step.timed else None
-            return StepResult(step.number, outputs if self._setup.rank == 0 else [], spent)
+            return StepResult(step.number, outputs if self._samples else [], spent)
 
         return finish
 
