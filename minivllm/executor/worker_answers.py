@@ -52,13 +52,14 @@ class Failure:
     """What ranks say about a message in which they failed, until it is known what becomes of the others.
 
     Attributes:
+        previous: The message before, as they have answered it.
         ranks: What each says.
-        deadlines: Of each pipeline stage in which one has failed, when the others of that stage must have left it. Other stages may still be busy
-            with the steps before.
+        since: Of each pipeline stage in which one has failed, when the first one said so.
     """
 
+    previous: int
     ranks: dict[int, Failed] = field(default_factory=dict)
-    deadlines: dict[int, float] = field(default_factory=dict)
+    since: dict[int, float] = field(default_factory=dict)
 
 
 class WorkerAnswers:
@@ -70,6 +71,8 @@ class WorkerAnswers:
         """Of the last message. The start is number 0."""
         self._left = [-1] * workers.world_size
         """By rank, the last message that it has answered."""
+        self._left_at = [time.monotonic()] * workers.world_size
+        """When it did."""
         self._sent: WeakValueDictionary[int, Sent] = WeakValueDictionary()
         self._failures: dict[int, Failure] = {}
         """By number."""
@@ -136,17 +139,17 @@ class WorkerAnswers:
         if isinstance(message, WorkerLog):
             self._logs.log(rank, message)
             return
-        number = message.number
-        self._left[rank] = max(self._left[rank], number)
+        number, previous, now = message.number, self._left[rank], time.monotonic()
+        self._left[rank], self._left_at[rank] = max(previous, number), now
         if isinstance(message, Failed):
             if number <= self._settled:
                 self._workers.inbox.set_mark(self._settled)
             elif number <= self._received:  # its part of the cache is wrong, and the step's results are used
                 self._workers.raise_failure(self._describe(rank, message))
             else:
-                failure = self._failures.setdefault(number, Failure())
+                failure = self._failures.setdefault(number, Failure(previous))
                 failure.ranks[rank] = message
-                failure.deadlines.setdefault(self._workers.stage_of(rank), time.monotonic() + SECONDS_FOR_OTHERS)
+                failure.since.setdefault(self._workers.stage_of(rank), now)
         elif (sent := self._sent.get(number)) is not None:
             sent.answers[rank] = message
 
@@ -167,9 +170,13 @@ class WorkerAnswers:
         del self._failures[number]
 
     def _is_late(self, number: int, failure: Failure) -> bool:
-        now, forever = time.monotonic(), float("inf")
-        late = (rank for rank, left in enumerate(self._left) if left < number)
-        return any(now > failure.deadlines.get(self._workers.stage_of(rank), forever) for rank in late)
+        """Whether a rank takes too long to leave a message that others of its stage have left, though it is not busy with an earlier one."""
+        for rank, left in enumerate(self._left):
+            since = failure.since.get(self._workers.stage_of(rank))
+            if since is not None and failure.previous <= left < number:
+                if time.monotonic() > max(since, self._left_at[rank]) + SECONDS_FOR_OTHERS:
+                    return True
+        return False
 
     def _fail(self, failure: Failure) -> None:
         if ended := self._workers.find_ended():  # the other ranks may have noticed it first

@@ -123,7 +123,7 @@ class ThreadExecutor(Executor):
         pipelines = make_pipelines(config.parallel_config)
         self.workers = [Worker(*configs, *links) for links in zip(groups, pipelines, strict=True)]
         self.answering_rank = size * (num_stages - 1)
-        self.max_concurrent_batches = num_stages if num_stages > 1 else 2 if config.scheduler_config.async_scheduling else 1
+        self.max_concurrent_batches = 2 if config.scheduler_config.async_scheduling else 1
         for worker in self.workers:  # one after the other: torch's default dtype is one for all threads
             worker.load_model()
 
