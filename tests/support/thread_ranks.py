@@ -18,8 +18,8 @@ from minivllm.distributed.partition import Stage
 from minivllm.distributed.pipeline import IntermediateTensors, PipelineGroup
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.executor.base import Executor
-from minivllm.scheduler_output import ExecuteModelRequest, SequenceOutput
+from minivllm.executor.base import Executor, PendingStep
+from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceOutput
 from minivllm.worker.worker import Worker
 
 
@@ -123,6 +123,7 @@ class ThreadExecutor(Executor):
         pipelines = make_pipelines(config.parallel_config)
         self.workers = [Worker(*configs, *links) for links in zip(groups, pipelines, strict=True)]
         self.answering_rank = size * (num_stages - 1)
+        self.max_concurrent_batches = 2 if config.scheduler_config.async_scheduling else 1
         for worker in self.workers:  # one after the other: torch's default dtype is one for all threads
             worker.load_model()
 
@@ -138,6 +139,18 @@ class ThreadExecutor(Executor):
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         return self.collective_rpc("execute_model", request)[self.answering_rank]
+
+    def launch_model(self, request: ExecuteModelRequest) -> None:
+        if self.max_concurrent_batches == 1:
+            super().launch_model(request)
+        else:
+            self.collective_rpc("launch_model", request)
+
+    def sample_tokens(self, masks: Masks) -> PendingStep:
+        if self.max_concurrent_batches == 1:
+            return super().sample_tokens(masks)
+        pending: PendingStep = self.collective_rpc("sample_tokens", masks)[self.answering_rank]
+        return pending
 
 
 def engine_on_threads(args: Any, world_size: int = 1, num_stages: int = 1) -> LLMEngine:
