@@ -11,6 +11,7 @@ from dataclasses import replace
 import psutil
 import pytest
 from failing_parts import FailingOnceBackend, FailingSampler
+from late_parts import LateBackend
 from steps_in_processes import LAYOUTS, generate, launch, load, make_step
 
 from minivllm import SamplingParams
@@ -104,6 +105,21 @@ def test_a_stage_that_fails_alone_costs_one_step(folder, size, rank, tmp_path, m
             pending[0]()
         assert [each()[0].token_ids for each in pending[1:]] == [expected] * 2
     engine.core.shutdown()
+
+
+def test_a_stage_that_is_late_is_named(folder, tmp_path, monkeypatch):
+    file = tmp_path / "late"
+    monkeypatch.setenv("LATE_PROCESS", str(file))
+    engine = load(folder, LAYOUTS["three stages"], attention_backend=LateBackend)
+    executor, processes = engine.executor, processes_of(engine)
+    launch(executor, make_step(1))()
+    file.write_text(str(processes[1].pid))
+    pending = [launch(executor, make_step(i)) for i in range(1, 4)]
+    late = rf"Stage 1 of 3 \(rank 1\), process {processes[1].pid}, did not come within 1 s."
+    for each in pending:
+        with pytest.raises(EngineDeadError, match=rf"^Rank 2 of 3 \(stage 2\) failed: {late}$"):
+            each()
+    assert all_gone(processes)
 
 
 def test_a_rank_that_fails_alone_in_its_stage_is_named(folder, tmp_path, monkeypatch):
