@@ -83,6 +83,7 @@ class SchedulerConfig:
         num_speculative_tokens: Maximum number of draft tokens a sequence verifies per step; 0 turns speculative decoding off.
         prompt_lookup_max, prompt_lookup_min: Longest and shortest n-gram used to look up draft tokens.
         async_scheduling: Whether the next step is scheduled while the device computes this one.
+        pipeline_parallel_size: The number of pipeline stages, each with a batch of its own.
     """
 
     max_num_seqs: int = 256
@@ -95,12 +96,14 @@ class SchedulerConfig:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     async_scheduling: bool = False
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_choice("policy", self.policy, POLICIES)
         check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        check_at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs "

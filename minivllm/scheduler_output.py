@@ -30,7 +30,7 @@ Masks = dict[int, list[bytes]]
 RequestT = TypeVar("RequestT")
 
 
-class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_unknown_fields=True):
+class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_unknown_fields=True, gc=False):
     """A sequence's part in a step: run the model on `token_ids`, then sample.
 
     Attributes:
@@ -44,7 +44,7 @@ class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_un
         num_samples: Tokens to sample after the last known one: 0 if it is not computed yet, else 1, plus 1 for each sibling forked now.
         num_drafts: Draft tokens to verify. One more token is sampled after each.
         is_decode: Whether the newest token (and drafts) is computed, not a prompt or tokens lost to preemption.
-        masks: With structured outputs, the sequence's `Masks`, which come once the step has been launched; else empty.
+        masks: With structured outputs, the sequence's `Masks`, which come once the step has been launched; else None.
     """
 
     request: RequestT
@@ -58,7 +58,7 @@ class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_un
     num_samples: int
     num_drafts: int
     is_decode: bool
-    masks: list[bytes] = []
+    masks: list[bytes] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +66,7 @@ class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_un
         return len(self.token_ids)
 
 
-class SequenceData(SequencePart[EngineCoreRequest], array_like=True, forbid_unknown_fields=True):
+class SequenceData(SequencePart[EngineCoreRequest], array_like=True, forbid_unknown_fields=True, gc=False):
     """A sequence's part in a step, as the worker gets it."""
 
 
@@ -114,8 +114,7 @@ class RankTiming(NamedTuple):
         return sum(end - start for start, end in self.communication)
 
 
-@dataclass(slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, gc=False):
     """A sequence's part in a step: compute `num_tokens` tokens, from `seq.num_computed_tokens` on.
 
     With speculative decoding, the last of them are `draft_token_ids`, which follow the sequence's own tokens. The properties hold until the
@@ -140,10 +139,11 @@ class ScheduledSequence:
 
     def to_data(self) -> SequenceData:
         """The part that goes to the workers."""
-        seq, drafts = self.seq, self.draft_token_ids
+        seq, drafts, num_tokens = self.seq, self.draft_token_ids, self.num_tokens
         start, request = seq.num_computed_tokens, seq.request.data
-        token_ids = [*seq.token_ids[start : start + self.num_tokens - len(drafts)], *drafts]
-        if len(token_ids) < self.num_tokens:  # the newest token is still being sampled
+        token_ids = seq.token_ids[start : start + num_tokens - len(drafts)]
+        token_ids += drafts
+        if len(token_ids) < num_tokens:  # the newest token is still being sampled
             token_ids.append(PLACEHOLDER)
         return SequenceData(
             request,
@@ -197,8 +197,7 @@ class SchedulerOutput:
         return ExecuteModelRequest(sequences, self.blocks_to_swap_out, self.blocks_to_swap_in, self.blocks_to_copy)
 
 
-@dataclass(slots=True)
-class SequenceOutput:
+class SequenceOutput(msgspec.Struct, gc=False):
     """What the model returned for one scheduled sequence.
 
     Attributes:
@@ -209,7 +208,7 @@ class SequenceOutput:
         error: Why the request failed: a function of its own raised, say.
     """
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
     error: str | None = None

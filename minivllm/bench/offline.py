@@ -14,6 +14,7 @@ from minivllm.bench.report import format_table, quantity
 from minivllm.bench.summary import EngineRun, RunSummary
 from minivllm.bench.trace_summary import request_latencies, summarize_trace
 from minivllm.bench.workloads import WorkloadRequest, make_workload, warm_up_requests
+from minivllm.core.pipeline_scheduler import choose_scheduler
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.static_batching import StaticBatchScheduler
 from minivllm.engine.llm_engine import LLMEngine
@@ -46,7 +47,8 @@ def run_offline(
     for i, request in enumerate(requests):
         if len(request.prompt_token_ids) + request.output_len > limit:
             raise ConfigError(f"Request {i} of the workload grows beyond the {limit} tokens that {what}: make it shorter.")
-    engine.core.use_scheduler(SCHEDULERS[scheduler])
+    scheduler_cls = SCHEDULERS[scheduler]
+    engine.core.use_scheduler(choose_scheduler(engine.core.scheduler_config) if scheduler_cls is Scheduler else scheduler_cls)
     engine.block_manager.reset_prefix_cache()
     was_traced = engine.trace is not None
     trace = engine.start_trace()

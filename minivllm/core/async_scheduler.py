@@ -105,8 +105,8 @@ class AsyncScheduler(Scheduler):
     def _apply_preempted(self, scheduled: ScheduledSequence, result: SequenceOutput) -> list[Sequence]:
         """Apply a result to a sequence that was preempted while the step was in flight: its tokens count, its blocks are gone or swapped out.
 
-        A prompt of which siblings were to be forked is computed again, and gives the same tokens again. There are no drafts: with speculative
-        decoding, nobody is scheduled, and so nobody preempted, before all tokens are known.
+        A prompt of which siblings were to be forked is computed again, and gives the same tokens again. Of drafts nothing is kept but the token
+        that the model chose in the place of the first.
         """
         seq = scheduled.seq
         if not result.token_ids or seq.num_unforked_siblings:

@@ -109,10 +109,10 @@ class BlockSpaceManager:
 
     def can_append_slots(self, seq: Sequence) -> bool:
         """Whether `append_slots(seq)` would find enough blocks."""
-        num_new = self.num_blocks_for(len(seq.token_ids) + seq.num_placeholders) - len(self.block_tables[seq.seq_id])
-        if num_new == 0:  # the common case: room in the last block; at most a copy of it is needed
-            num_new = 1 if self._must_copy(seq) else 0
-        return self.gpu_allocator.num_free >= num_new
+        num_tokens, num_blocks = seq.num_tokens, len(self.block_tables[seq.seq_id])
+        if num_tokens <= num_blocks * self.block_size:  # the common case: room in the last block; at most a copy of it is needed
+            return not self._must_copy(seq) or self.gpu_allocator.num_free > 0
+        return self.gpu_allocator.num_free >= self.num_blocks_for(num_tokens) - num_blocks
 
     def append_slots(self, seq: Sequence) -> tuple[int, int] | None:
         """Make room for all tokens of the sequence, in blocks that it may write to.

@@ -301,9 +301,10 @@ class Scheduler:
                 continue
             for seq in self._apply(scheduled, result):
                 advanced.append((seq, i))
-        if any(seq.finished for seq, _ in advanced):
+        finished = [seq for seq, _ in advanced if seq.finished]
+        if finished:
             self.running = [seq for seq in self.running if not seq.finished]
-            for seq, _ in advanced:
+            for seq in finished:
                 self._forget_if_finished(seq.request)
         return advanced
 

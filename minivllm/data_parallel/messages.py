@@ -21,6 +21,7 @@ import msgspec
 
 from minivllm import __version__
 from minivllm.core.async_scheduler import AsyncScheduler
+from minivllm.core.pipeline_scheduler import PipelineScheduler
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.engine.engine_config import EngineConfig
@@ -202,8 +203,10 @@ def hash_config(config: EngineConfig) -> str:
     """
     model = config.model_config
     # These depend on the device, and the answers do not depend on these.
-    scheduler_config = replace(config.scheduler_config, max_num_batched_tokens=2**40, async_scheduling=False)
-    scheduler_cls = Scheduler if config.scheduler_cls is AsyncScheduler else config.scheduler_cls
+    scheduler_config = replace(
+        config.scheduler_config, max_num_batched_tokens=2**40, async_scheduling=False, pipeline_parallel_size=1
+    )
+    scheduler_cls = Scheduler if config.scheduler_cls in (AsyncScheduler, PipelineScheduler) else config.scheduler_cls
     relevant = {
         "weights": _describe_weights(model.path),
         "architecture": model.architecture,

@@ -166,7 +166,7 @@ class CoreReady(Message):
     process_id: int = 0
 
 
-class NewTokens(msgspec.Struct, forbid_unknown_fields=True):
+class NewTokens(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     """What a step added to one sequence, and whether it finished."""
 
     index: int
@@ -176,7 +176,7 @@ class NewTokens(msgspec.Struct, forbid_unknown_fields=True):
     stop_reason: int | str | None = None
 
 
-class EngineCoreOutput(msgspec.Struct, forbid_unknown_fields=True):
+class EngineCoreOutput(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     """What a step added to one request.
 
     Attributes:

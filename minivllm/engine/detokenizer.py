@@ -46,7 +46,7 @@ class IncrementalDetokenizer:
     def _add(self, new: str) -> str | None:
         """Add text; cut the whole text before the earliest stop string that ends in what was added."""
         self._whole_text += new
-        if not new or self._num_tokens <= self._min_tokens:
+        if not new or not self._stop_strings or self._num_tokens <= self._min_tokens:
             return None
         text = self._whole_text
         ends = range(len(text) - len(new) + 1, len(text) + 1)
@@ -98,13 +98,15 @@ class DecodeStream:
             self._window, self._num_old_tokens = self._window[self._num_old_tokens :], 0
             self._num_given, self._old_text = self._num_given - len(self._old_text), ""
             text = self._decode()
-        texts = [text] if not text.endswith(REPLACEMENT) else [self._decode(missing) for missing in range(self.MOST_WAITING + 1)]
-        # What the last tokens did not change, those to come will not.
-        num_stable = max(self._num_given, len(text.rstrip(REPLACEMENT)), len(commonprefix(texts)))  # noqa: RUF071 - of characters
+        texts, num_stable = [text], max(self._num_given, len(text))
+        if text.endswith(REPLACEMENT):  # what the last tokens did not change, those to come will not
+            texts = [self._decode(missing) for missing in range(self.MOST_WAITING + 1)]
+            num_stable = max(self._num_given, len(text.rstrip(REPLACEMENT)), len(commonprefix(texts)))  # noqa: RUF071 - of characters
         new, self._num_given = text[self._num_given : num_stable], num_stable
         if new and num_stable == len(text):
             self._window = self._window[self._num_old_tokens :]
-            self._num_old_tokens, self._old_text = len(self._window), self._decode()
+            self._num_old_tokens = len(self._window)
+            self._old_text = self._tokenizer.token_text(self._window[0]) if len(self._window) == 1 else self._decode()
             self._num_given = len(self._old_text)
         elif len(self._window) > self.MOST_TOKENS and all(len(text) <= len(other) + i for i, other in enumerate(texts)):
             self._shorten_window(text[num_stable:])  # not while the last tokens break characters, as an incomplete one can

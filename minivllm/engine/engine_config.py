@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.config import CacheConfig, EngineArgs, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.pipeline_scheduler import choose_scheduler
 from minivllm.core.scheduler import Scheduler
 from minivllm.errors import ConfigError
 from minivllm.executor.base import Executor
@@ -55,7 +56,9 @@ def check_plugin(name: str, plugin: Any, methods: tuple[str, ...]) -> None:
 def check_async_scheduling(args: EngineArgs) -> None:
     """Raise a ConfigError if the arguments ask for steps in flight where that is impossible."""
     scheduler_cls = args.scheduler_cls or AsyncScheduler
-    if args.parallel_config().uses_processes:
+    if args.pipeline_parallel_size > 1:
+        obstacle = "pipeline stages have steps in flight of their own"
+    elif args.parallel_config().uses_processes:
         obstacle = "workers in processes of their own take one step at a time"
     elif not issubclass(scheduler_cls, AsyncScheduler):
         obstacle = f"scheduler_cls is {scheduler_cls.__name__}, which is no AsyncScheduler"
@@ -104,13 +107,14 @@ class EngineConfig:
         parallel_config = args.parallel_config()
         check_can_be_split(model_config, parallel_config)
         check_async_scheduling(args)
+        scheduler_config = args.scheduler_config(model_config.max_model_len)
         return cls(
             model_config,
             args.cache_config(),
-            args.scheduler_config(model_config.max_model_len),
+            scheduler_config,
             args.worker_config(),
             parallel_config,
-            args.scheduler_cls or (AsyncScheduler if args.async_scheduling else Scheduler),
+            args.scheduler_cls or choose_scheduler(scheduler_config),
             args.block_space_manager_cls or BlockSpaceManager,
             args.detokenizer_cls,
             not args.skip_tokenizer_init,

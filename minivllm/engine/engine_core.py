@@ -14,27 +14,23 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.pipeline_scheduler import PipelineScheduler
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.structured_output import StructuredOutputManager
-from minivllm.engine.core_messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    NewTokens,
-    SchedulerStats,
-    StoppedSequence,
-    make_output,
-)
+from minivllm.engine.core_messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats, StoppedSequence
+from minivllm.engine.core_outputs import CoreOutputs
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.trace import EngineTrace
 from minivllm.engine.trace_recorder import TraceRecorder
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
 from minivllm.executor.base import Executor, PendingStep, fail_later
-from minivllm.request import EngineCoreRequest, Request, Sequence, SequenceStatus
+from minivllm.request import EngineCoreRequest, Request, SequenceStatus
 from minivllm.scheduler_output import SchedulerOutput, SequenceOutput
 
 logger = logging.getLogger(__name__)
@@ -67,7 +63,7 @@ class EngineCore:
         }
         self.block_manager = block_space_manager_cls(cache_config.block_size, self.num_gpu_blocks, num_cpu_blocks, **options)
         self.scheduler = scheduler_cls(scheduler_config, self.block_manager)
-        self.num_requests = self.num_steps = self.num_generated_tokens = 0  # so far
+        self.num_requests = self.num_steps = 0  # so far
         self.num_preemptions = 0
         """How often a sequence lost its cache blocks."""
         self.has_failed: bool | None = None
@@ -77,7 +73,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         """Steps that were launched and not collected yet, the oldest first."""
         self._recorder: TraceRecorder | None = None
-        self._outputs: list[EngineCoreOutput] = []
+        self.outputs = CoreOutputs()
         """What `report` returns next."""
 
     @classmethod
@@ -147,9 +143,7 @@ class EngineCore:
             if error is None:
                 self._schedule_request(request)
             else:  # the frontend has compiled it, so this is a limit or a lack of memory
-                request.metrics.finished_time = self.clock()
-                ended = [NewTokens(index, [], finish_reason="error") for index in range(request.sampling_params.n)]
-                self._outputs.append(make_output(request, ended, True, error))
+                self.outputs.add_failure(request, range(request.sampling_params.n), error, self.clock())
 
     def requests_of(self, client_index: int) -> list[str]:
         """The ids of an API server's unfinished requests."""
@@ -167,7 +161,7 @@ class EngineCore:
                 request.metrics.finished_time = self.clock()
                 if self._recorder is not None:
                     self._recorder.abort_request(request)
-            self._outputs = [output for output in self._outputs if output.request_id != request_id]
+            self.outputs.forget(request_id)
 
     def stop_sequences(self, sequences: Iterable[StoppedSequence]) -> None:
         """Finish sequences in whose text a stop string was found, and free their blocks. Finished ones are ignored."""
@@ -186,15 +180,17 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        others = self.structured_outputs.compiling or self._outputs or self._in_flight
+        others = self.structured_outputs.compiling or self.outputs.waiting or self._in_flight
         return self.scheduler.has_unfinished_requests() or bool(others)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     @property
     def max_concurrent_batches(self) -> int:
-        """How many steps may be in flight: as many as the executor takes, or one with a scheduler that is no `AsyncScheduler`."""
-        return self.executor.max_concurrent_batches if isinstance(self.scheduler, AsyncScheduler) else 1
+        """How many steps may be in flight: as many as the executor takes, or one with a scheduler that is not made for several."""
+        has_stages = self.scheduler_config.pipeline_parallel_size > 1
+        needed = PipelineScheduler if has_stages else AsyncScheduler
+        return self.executor.max_concurrent_batches if isinstance(self.scheduler, needed) else 1
 
     def step(self) -> EngineCoreOutputs:
         """Schedule and launch steps until enough are in flight; then wait for the oldest, update, report.
@@ -238,13 +234,13 @@ class EngineCore:
 
     def report_again(self, outputs: list[EngineCoreOutput]) -> None:
         """Report outputs once more, with the next step: they did not arrive."""
-        self._outputs = outputs + self._outputs
+        self.outputs.add_again(outputs)
 
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next step. None if there is nothing to compute now, or something to collect or report first."""
         if self.structured_outputs.compiling:
             self._schedule_compiled()
-        if self._outputs:
+        if self.outputs.waiting:
             return None
         start = self.clock()
         scheduled = self.scheduler.schedule()
@@ -291,41 +287,13 @@ class EngineCore:
         advanced = self.scheduler.update(scheduled, results)
         for request in errors:
             self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
-        new_tokens: dict[Request, list[NewTokens]] = {}
-        for seq, i in advanced:
-            if seq.request.metrics.first_token_time is None:
-                seq.request.metrics.first_token_time = now
-            item, result = step[i]
-            new_tokens.setdefault(seq.request, []).append(self._take_new_tokens(seq, item.seq, result))
-            if seq.grammar is not None and seq.grammar.error:
-                errors.setdefault(seq.request, f"structured_outputs cannot go on: {seq.grammar.error}")
-        prompt_logprobs = {}
-        for item, result in step:
-            request = item.seq.request
-            if result.prompt_logprobs and (request in new_tokens or self.scheduler.requests.get(request.request_id) is request):
-                new_tokens.setdefault(request, [])  # none after a chunk in the middle of the prompt
-                prompt_logprobs[request] = result.prompt_logprobs
-        for request, sequences in new_tokens.items():
-            if request.finished:
-                request.metrics.finished_time = now
-            output = make_output(request, sequences, request.finished, errors.get(request))
-            output.prompt_logprobs = prompt_logprobs.get(request)
-            self._outputs.append(output)
+        self.outputs.add_step(step, advanced, errors, self.scheduler.requests, now)
         if self._recorder is not None:
             requests = dict.fromkeys(seq.request for seq, _ in advanced)
             self._recorder.end_step(scheduled, requests, now, self.executor.take_timing(), {i for _, i in advanced})
 
-    def _take_new_tokens(self, seq: Sequence, parent: Sequence, result: SequenceOutput) -> NewTokens:
-        """A sequence's new tokens. A result has one for each sibling forked from `parent`; or, with drafts, several for one sequence."""
-        token_ids = seq.take_new_tokens()
-        self.num_generated_tokens += len(token_ids)
-        first = seq.index - parent.index
-        logprobs = result.logprobs[first : first + len(token_ids)] if result.logprobs else None
-        return NewTokens(seq.index, token_ids, logprobs, seq.finish_reason, seq.stop_reason)
-
     def report(self, timestamp: float | None = None) -> EngineCoreOutputs:
         """Everything the frontend has not heard yet, and the scheduler's state. `timestamp` is when the model finished; None means now."""
-        outputs, self._outputs = self._outputs, []
         stats = SchedulerStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting) + len(self.structured_outputs.compiling),
@@ -334,9 +302,9 @@ class EngineCore:
             num_gpu_blocks=self.num_gpu_blocks,
             num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
-            num_generated_tokens=self.num_generated_tokens,
+            num_generated_tokens=self.outputs.num_generated_tokens,
         )
-        return EngineCoreOutputs(outputs, self.clock() if timestamp is None else timestamp, stats)
+        return EngineCoreOutputs(self.outputs.take(), self.clock() if timestamp is None else timestamp, stats)
 
     def _check_idle(self) -> None:
         """Nothing was scheduled. Raise a RuntimeError if requests are unfinished: a bug in a learner's scheduler."""
@@ -361,11 +329,9 @@ class EngineCore:
             logger.exception("The model failed in a step of %d sequences; their requests finish.", len(scheduled.scheduled))
         now, cause = self.clock(), f"{type(error).__name__}: {error}"
         for request in requests:
-            unfinished = [seq for seq in request.sequences if not seq.finished]
+            ended = [seq.index for seq in request.sequences if not seq.finished]
             self.scheduler.abort_request(request.request_id, SequenceStatus.FINISHED_ERROR)
-            request.metrics.finished_time = now
-            ended = [NewTokens(seq.index, [], finish_reason=seq.finish_reason) for seq in unfinished]
-            self._outputs.append(make_output(request, ended, True, f"The model failed in a step: {cause}."))
+            self.outputs.add_failure(request, ended, f"The model failed in a step: {cause}.", now)
         if self._recorder is not None:
             self._recorder.end_step(scheduled, requests, now, self.executor.take_timing(), error=cause)
         if not isinstance(error, Exception):
@@ -380,7 +346,9 @@ class EngineCore:
 
     def start_trace(self) -> EngineTrace:
         """Record from now on, in a new trace. An earlier one stays as it is."""
-        configs = (self.model_config, self.cache_config, self.scheduler_config)
+        overlap = self.max_concurrent_batches > 1 and self.scheduler_config.pipeline_parallel_size == 1
+        scheduler_config = replace(self.scheduler_config, async_scheduling=overlap)  # as it is, whatever was asked for
+        configs = (self.model_config, self.cache_config, scheduler_config)
         self._recorder = TraceRecorder(*configs, self.scheduler, self.block_manager)
         self.executor.record_timing(True)
         return self._recorder.trace

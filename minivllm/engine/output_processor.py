@@ -66,19 +66,24 @@ class SequenceText:
 
     def take_new(self) -> CompletionOutput | None:
         """What is new since the last call; None if nothing is."""
-        output, num_characters, num_tokens = self.output, self._num_given_characters, self._num_given_tokens
-        if len(output.token_ids) == num_tokens and (self._gave_end or output.finish_reason is None):
+        output = self.output
+        if len(output.token_ids) == self._num_given_tokens and (self._gave_end or output.finish_reason is None):
             return None
+        new = self._since(self._num_given_characters, self._num_given_tokens)
         self._num_given_characters, self._num_given_tokens = len(output.text), len(output.token_ids)
         self._gave_end = output.finish_reason is not None
-        return self._since(num_characters, num_tokens)
+        return new
 
     def _since(self, num_characters: int, num_tokens: int) -> CompletionOutput:
         output = self.output
-        logprobs = None if output.logprobs is None else output.logprobs[num_tokens:]
-        text, token_ids = output.text[num_characters:], output.token_ids[num_tokens:]
         return CompletionOutput(
-            output.index, text, token_ids, output.cumulative_logprob, logprobs, output.finish_reason, output.stop_reason
+            output.index,
+            output.text[num_characters:],
+            output.token_ids[num_tokens:],
+            output.cumulative_logprob,
+            None if output.logprobs is None else output.logprobs[num_tokens:],
+            output.finish_reason,
+            output.stop_reason,
         )
 
 
@@ -114,7 +119,8 @@ class RequestState:
         if output.prompt_logprobs and self._prompt_logprobs is not None:
             for position, entry in output.prompt_logprobs.items():
                 self._prompt_logprobs[position] = add_decoded_tokens(entry, self._tokenizer)
-        has_new, has_ended, stopped = False, False, []
+        has_new, has_ended = False, False
+        stopped: list[StoppedSequence] = []
         for new in output.sequences:
             text = self.texts.get(new.index) or self.text(new.index)
             if text.output.finish_reason is not None:
@@ -174,8 +180,11 @@ class RequestState:
     def make_output(self) -> RequestOutput:
         """Everything so far; or, for `RequestOutputKind.DELTA`, what is new since the last call."""
         is_delta = self.params.output_kind is RequestOutputKind.DELTA
-        texts = self.texts.values() if len(self.texts) == 1 else [self.texts[index] for index in sorted(self.texts)]
-        completions = [text.take_new() if is_delta else text.copy() for text in texts]
+        completions = []
+        for text in self.texts.values() if len(self.texts) == 1 else [self.texts[index] for index in sorted(self.texts)]:
+            completion = text.take_new() if is_delta else text.copy()
+            if completion is not None:
+                completions.append(completion)
         prompt_logprobs = self._prompt_logprobs
         if is_delta:
             self._prompt_logprobs = None
@@ -183,7 +192,7 @@ class RequestState:
             request_id=self.request.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
-            outputs=[completion for completion in completions if completion is not None],
+            outputs=completions,
             finished=self.finished,
             metrics=self.metrics,
             prompt_logprobs=prompt_logprobs,

@@ -17,7 +17,7 @@ import msgspec
 from minivllm.config import check_at_least
 from minivllm.errors import ConfigError
 from minivllm.executor.base import Executor, PendingStep
-from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceData, SequenceOutput
+from minivllm.scheduler_output import ExecuteModelRequest, Masks, RankTiming, SequenceData, SequenceOutput
 
 
 class VirtualClock:
@@ -118,6 +118,7 @@ class SimulatedExecutor(Executor):
     Tokens depend only on the request's seed and their position: finish requests by `max_tokens`, with `ignore_eos`.
 
     With several steps in flight, the device runs beside the host: it begins a step when it has been launched and the step before has ended.
+    Pipeline stages are several such devices. Each computes an equal part of every step, when the stage before it is done with it.
 
     Args:
         clock: The engine's.
@@ -125,6 +126,7 @@ class SimulatedExecutor(Executor):
         num_gpu_blocks, num_cpu_blocks: Size of the simulated cache.
         vocab_size: Token ids are below this.
         max_concurrent_batches: How many steps may be in flight.
+        num_stages: How many pipeline stages there are. As many steps may be in flight, at least.
     """
 
     def __init__(
@@ -135,17 +137,20 @@ class SimulatedExecutor(Executor):
         num_cpu_blocks: int = 0,
         vocab_size: int = 50_000,
         max_concurrent_batches: int = 1,
+        num_stages: int = 1,
     ) -> None:
         check_at_least("num_gpu_blocks", num_gpu_blocks, 1)
         check_at_least("num_cpu_blocks", num_cpu_blocks, 0)
         check_at_least("max_concurrent_batches", max_concurrent_batches, 1)
+        check_at_least("num_stages", num_stages, 1)
         self.clock = clock
         self.cost_model = cost_model
         self.watch: Callable[[float], None] | None = None
         """Called in each step with its duration, before the clock advances."""
-        self.max_concurrent_batches = max_concurrent_batches
-        self._busy_until = -math.inf
-        """When the device will have finished all that was launched."""
+        self.max_concurrent_batches = max(max_concurrent_batches, num_stages)
+        self._busy_until = [-math.inf] * num_stages
+        """When each stage will have finished all that was launched."""
+        self._timing: list[RankTiming] = []
         self._num_blocks = (num_gpu_blocks, num_cpu_blocks)
         self._vocab_size = vocab_size
 
@@ -166,17 +171,31 @@ class SimulatedExecutor(Executor):
         request = self._launched
         if self.max_concurrent_batches == 1 or request is None:
             return super().sample_tokens(masks)
-        seconds = self._cost(request)
-        end = self._busy_until = max(self._busy_until, self.clock()) + seconds
-        outputs = self._outputs(request)
+        seconds, outputs = self._cost(request), self._outputs(request)
+        stages = self._run_stages(seconds)
 
         def finish() -> list[SequenceOutput]:
             if self.watch is not None:
                 self.watch(seconds)
-            self.clock.advance_to(end)
+            self.clock.advance_to(stages[-1].end)
+            self._timing = stages if len(stages) > 1 else []
             return outputs
 
         return finish
+
+    def _run_stages(self, seconds: float) -> list[RankTiming]:
+        """When each stage computes its part of a step: once it has received it, and finished the step before."""
+        stages, received = [], self.clock()
+        for stage, busy_until in enumerate(self._busy_until):
+            start = max(received, busy_until)
+            received = self._busy_until[stage] = start + seconds / len(self._busy_until)
+            stages.append(RankTiming(start, received, 0, []))
+        return stages
+
+    def take_timing(self) -> list[RankTiming]:
+        """When each of several stages computed the last step, in seconds of the engine's clock."""
+        timing, self._timing = self._timing, []
+        return timing
 
     def _cost(self, request: ExecuteModelRequest) -> float:
         """Seconds of a step."""

@@ -110,7 +110,7 @@ class ParallelLMHead(Linear):
 
         Args:
             x: `[rows, hidden_size]`.
-            choose_in_part: `worker.sampler.choose_in_part` for the rows.
+            choose_in_part: `worker.choice_in_parts.choose_in_part` for the rows.
         """
         scores, token_ids = choose_in_part(self.method.apply(self, x), self.rows[0].start)
         candidates = self.group.gather(torch.stack((scores, token_ids.double())).unsqueeze(0), dim=0)

@@ -16,6 +16,7 @@ from minivllm.bench.workloads import WorkloadRequest
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, check_at_least, check_choice
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.pipeline_scheduler import choose_scheduler
 from minivllm.core.scheduler import Scheduler
 from minivllm.data_parallel.routing import make_router
 from minivllm.engine.llm_engine import LLMEngine
@@ -76,9 +77,10 @@ def make_simulated_engine(
         raise ConfigError(f"The scheduler has no such option: {error}.") from None
     scheduler_config.check_prompts_fit(max_model_len)
     scheduler_cls = SCHEDULERS[scheduler] if isinstance(scheduler, str) else scheduler
-    if scheduler_config.async_scheduling and scheduler_cls is Scheduler:
-        scheduler_cls = AsyncScheduler
-    num_in_flight = 2 if issubclass(scheduler_cls, AsyncScheduler) else 1
+    if scheduler_cls is Scheduler:
+        scheduler_cls = choose_scheduler(scheduler_config)
+    num_stages = scheduler_config.pipeline_parallel_size
+    num_in_flight = 2 if issubclass(scheduler_cls, AsyncScheduler) and num_stages == 1 else 1
     engine = LLMEngine.from_executor(
         ModelConfig(
             name="simulated", path=Path(), architecture="", hf_config={}, num_layers=0, num_heads=0, num_kv_heads=0, head_dim=0,
@@ -86,7 +88,7 @@ def make_simulated_engine(
         ),
         CacheConfig(block_size=block_size, watermark=watermark, enable_prefix_caching=enable_prefix_caching),
         scheduler_config,
-        SimulatedExecutor(clock, cost_model, num_gpu_blocks, num_cpu_blocks, vocab_size, num_in_flight),
+        SimulatedExecutor(clock, cost_model, num_gpu_blocks, num_cpu_blocks, vocab_size, num_in_flight, num_stages),
         None,
         scheduler_cls=scheduler_cls,
         block_space_manager_cls=block_space_manager_cls,

@@ -49,9 +49,9 @@ def replay(
         ConfigError: The trace began too late, its scheduler is unknown, or steps were in flight together.
     """
     config = trace.config
-    if config.scheduler_config.get("async_scheduling"):
+    if config.scheduler_config.get("async_scheduling") or config.scheduler_config.get("pipeline_parallel_size", 1) > 1:
         raise ConfigError(
-            "The trace has several steps in flight, which cannot be replayed: record it with async_scheduling=False."
+            "The trace has several steps in flight, which cannot be replayed: record it with async_scheduling=False and one pipeline stage."
         )
     scheduler = scheduler_cls or KNOWN_SCHEDULERS.get(config.scheduler)
     if scheduler is None:

@@ -23,17 +23,11 @@ from minivllm.outputs import Logprob
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import PLACEHOLDER, Masks, SequenceData, SequenceOutput, apply_masks
+from minivllm.worker.choice_in_parts import can_choose_in_parts, choose_in_part
 from minivllm.worker.cuda_graphs import DecodeGraphs
 from minivllm.worker.logprobs import top_logprobs
 from minivllm.worker.model_input import BlockTables, ModelInput
-from minivllm.worker.sampler import (
-    PendingTokens,
-    SampledToken,
-    Sampler,
-    SamplingRow,
-    can_choose_in_parts,
-    choose_in_part,
-)
+from minivllm.worker.sampler import PendingTokens, SampledToken, Sampler, SamplingRow
 from minivllm.worker.stage import PipelineStage
 from minivllm.worker.transfer import RecentTokens, pack_to_device, to_device
 
@@ -96,9 +90,12 @@ class ModelRunner:
         total = int(query_start_loc[-1])
         input_ids = np.fromiter(chain.from_iterable(seq.token_ids for seq in sequences), np.int64, total)
         owners = np.repeat(np.arange(num_seqs), num_tokens)  # of each token, its sequence
-        placeholders = {sequences[owners[row]].seq_id: int(row) for row in np.flatnonzero(input_ids == PLACEHOLDER)}
-        input_ids[input_ids == PLACEHOLDER] = 0
-        positions = np.arange(total) + (starts - query_start_loc[:-1])[owners]
+        unknown = np.flatnonzero(input_ids == PLACEHOLDER)
+        placeholders = {
+            sequences[owner].seq_id: row for owner, row in zip(owners[unknown].tolist(), unknown.tolist(), strict=True)
+        }
+        input_ids[unknown] = 0
+        positions = _join_ranges(starts, num_tokens)
         blocks = block_tables[owners, positions // block_size].astype(np.int64)
         slot_mapping = blocks * block_size + positions % block_size
         context_lens, first_rows = context_lens.astype(np.int32), query_start_loc.astype(np.int32)
@@ -110,9 +107,9 @@ class ModelRunner:
         )
         if placeholders and self.recent_tokens is not None:
             self.recent_tokens.fill_in(ids, placeholders)
-        ends = zip(sequences, query_start_loc[1:].tolist(), strict=True)
-        sampled_rows = [row for seq, end in ends if seq.num_samples for row in range(end - 1 - seq.num_drafts, end)]
-        return ModelInput(ids, places, metadata, sampled_rows)
+        num_sampled = np.fromiter((1 + seq.num_drafts if seq.num_samples else 0 for seq in sequences), np.int64, num_seqs)
+        sampled_rows = _join_ranges(query_start_loc[1:] - num_sampled, num_sampled)
+        return ModelInput(ids, places, metadata, sampled_rows.tolist())
 
     def _check_inputs(
         self, sequences: list[SequenceData], context_lens: np.ndarray, block_tables: np.ndarray, num_blocks: int
@@ -120,11 +117,11 @@ class ModelRunner:
         longest = int(context_lens.max())
         if longest > self.max_model_len:
             raise KernelError(f"A sequence has {longest} tokens, but the model runs with positions for {self.max_model_len}.")
-        for seq, end in zip(sequences, context_lens.tolist(), strict=True):
-            if end > len(seq.block_table) * self.block_size:
-                raise KernelError(
-                    f"A sequence of {end} tokens has a table of {len(seq.block_table)} blocks of {self.block_size}, which is too short."
-                )
+        num_blocks_of = np.fromiter((len(seq.block_table) for seq in sequences), np.int64, len(sequences))
+        for i in np.flatnonzero(context_lens > num_blocks_of * self.block_size):
+            raise KernelError(
+                f"A sequence of {context_lens[i]} tokens has a table of {num_blocks_of[i]} blocks of {self.block_size}, which is too short."
+            )
         lowest, highest = (int(block_tables.min()), int(block_tables.max())) if block_tables.size else (0, 0)
         if lowest < 0 or highest >= num_blocks:
             wrong = lowest if lowest < 0 else highest
@@ -233,28 +230,20 @@ class ModelRunner:
 
         `hidden` has a row for each prediction: the last tokens of sequences, and their drafts. Returns a function that waits for the tokens.
         """
-        outputs = [SequenceOutput() for _ in sequences]
-        rows: list[SamplingRow] = []
-        hidden_rows: list[int] = []
-        owners: list[SequenceOutput] = []
-        sampled = [(seq, output) for seq, output in zip(sequences, outputs, strict=True) if seq.num_samples]
-        predictions = [(seq, i, output) for seq, output in sampled for i in range(1 + seq.num_drafts)]
-        for hidden_row, (seq, num_drafts, output) in enumerate(predictions):
-            for sibling in range(seq.num_samples):
-                rows.append(SamplingRow(seq, seq.index + sibling, num_drafts))
-                hidden_rows.append(hidden_row)
-                owners.append(output)
+        rows, hidden_rows, owners = _list_rows(sequences)
         chosen = self._choose(hidden, rows, hidden_rows) if rows else None
 
         def finish() -> list[SequenceOutput]:
+            outputs = [SequenceOutput() for _ in sequences]
             if chosen is None:
                 return outputs
             tokens = chosen.wait() if isinstance(chosen, PendingTokens) else chosen
             for row, owner, token in zip(rows, owners, tokens, strict=True):
-                owner.token_ids.append(token.token_id)
-                owner.error = owner.error or row.error
+                output = outputs[owner]
+                output.token_ids.append(token.token_id)
+                output.error = output.error or row.error
                 if token.logprobs is not None:
-                    owner.logprobs = [*(owner.logprobs or []), token.logprobs]
+                    output.logprobs = [*(output.logprobs or []), token.logprobs]
             return outputs
 
         return finish
@@ -306,3 +295,28 @@ class ModelRunner:
         if self.device.type == "cpu":  # nothing to transfer
             return torch.tensor(values, dtype=dtype)
         return to_device(values, self.device, dtype)
+
+
+def _join_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """`counts[i]` numbers from `starts[i]` on, for each i, one range after another."""
+    ends = counts.cumsum()
+    joined: np.ndarray = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+    return joined
+
+
+def _list_rows(sequences: list[SequenceData]) -> tuple[list[SamplingRow], list[int], list[int]]:
+    """What to sample in a step, and of each: the row of hidden states to sample from, and the sequence's place in the step."""
+    if all(seq.num_samples == 1 and not seq.num_drafts for seq in sequences):  # as in most steps
+        places = list(range(len(sequences)))
+        return [SamplingRow(seq, seq.index) for seq in sequences], places, places
+    rows: list[SamplingRow] = []
+    hidden_rows: list[int] = []
+    owners: list[int] = []
+    num_hidden_rows = 0
+    for owner, seq in enumerate(sequences):
+        for num_drafts in range(1 + seq.num_drafts if seq.num_samples else 0):
+            rows += [SamplingRow(seq, seq.index + sibling, num_drafts) for sibling in range(seq.num_samples)]
+            hidden_rows += [num_hidden_rows] * seq.num_samples
+            owners += [owner] * seq.num_samples
+            num_hidden_rows += 1
+    return rows, hidden_rows, owners

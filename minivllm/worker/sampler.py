@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, temperature, filters, and the draw.
 
 The filters are pure functions on `[rows, vocab_size]` logits. The random numbers of a draw are hashes of the request's
-seed, the sequence's index, the position and the token id, so a request's tokens do not depend on its batch. The order of
+seed, the sequence's index, the position and the token id, so a request's tokens do not depend on its metadata. The order of
 the steps is vLLM's (`vllm/v1/sample/sampler.py`).
 """
 
@@ -12,9 +12,9 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,14 +25,16 @@ from minivllm.outputs import Logprob
 from minivllm.sampling_params import SamplingParams, num_parameters
 from minivllm.scheduler_output import SequenceData
 from minivllm.worker.logprobs import LogprobTensors, launch_logprobs
+from minivllm.worker.sampling_metadata import Filters, SamplingMetadata
 from minivllm.worker.transfer import HostCopy, to_device
 
 MIN_LOGIT = float("-inf")
 TOP_P_CANDIDATES = 1024
+KEPT_BATCHES = 4
+"""Several, because batches may take turns: those of pipeline stages do."""
 
 
-@dataclass(slots=True)
-class SamplingRow:
+class SamplingRow(msgspec.Struct, gc=False):
     """One token to sample.
 
     Attributes:
@@ -63,8 +65,7 @@ class SamplingRow:
         return self.seq.num_output_tokens + self.num_drafts
 
 
-@dataclass(slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, gc=False):
     """A drawn token, and its log-probabilities if requested."""
 
     token_id: int
@@ -74,24 +75,30 @@ class SampledToken:
 class PendingTokens:
     """Tokens that are being sampled, and log-probabilities of the rows that want some.
 
-    Attributes:
+    Args:
         token_ids: `[rows]`, on the device.
+        logprobs: Log-probabilities, and the rows that they are of.
     """
 
-    def __init__(self, token_ids: Tensor, logprobs: dict[int, LogprobTensors] | None = None) -> None:
+    def __init__(self, token_ids: Tensor, logprobs: list[tuple[list[int], LogprobTensors]] | None = None) -> None:
         self.token_ids = token_ids
-        self._logprobs = logprobs or {}
+        self._logprobs = logprobs or []
         self._copy = HostCopy(token_ids)
 
     def wait(self) -> list[SampledToken]:
         """The tokens, once the device has sampled them."""
-        token_ids = self._copy.wait()[0].tolist()
-        logprobs = {row: tensors.entries(token_ids[row : row + 1])[0] for row, tensors in self._logprobs.items()}
-        return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+        tokens = [SampledToken(token_id) for token_id in self._copy.wait()[0].tolist()]
+        for rows, tensors in self._logprobs:
+            for row, entry in zip(rows, tensors.entries([tokens[row].token_id for row in rows]), strict=True):
+                tokens[row].logprobs = entry
+        return tokens
 
 
 class Sampler:
     """Chooses the next tokens. `LLM(sampler_cls=...)` takes another class with the method `sample`."""
+
+    _kept: tuple[SamplingMetadata, ...] = ()
+    """Of the last few batches, the newest first."""
 
     def sample(self, logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
         """Choose one token for each row.
@@ -105,19 +112,30 @@ class Sampler:
     def launch(self, logits: Tensor, rows: list[SamplingRow]) -> PendingTokens:
         """`sample`, without waiting for a device that computes beside the host."""
         logits = logits.float()
-        processed = adjust_logits(logits, rows)
-        token_ids = argmax(processed)
-        random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-        if random_rows:
-            indices, drawn = to_device(random_rows, logits.device), [rows[i] for i in random_rows]
-            filtered = filter_logits(processed.index_select(0, indices), [row.params for row in drawn])
-            token_ids.index_copy_(0, indices, draw(filtered, drawn))
-        logprobs = {
-            i: launch_logprobs(logits[i : i + 1], token_ids[i : i + 1], row.params.logprobs)
-            for i, row in enumerate(rows)
-            if row.params.logprobs is not None
-        }
+        metadata = self._find_metadata([row.params for row in rows], logits.shape[-1], logits.device)
+        processed = adjust_logits(logits, rows) if metadata.may_adjust else logits
+        if metadata.filters is None:
+            token_ids = argmax(processed)
+        elif metadata.random_indices is None:
+            token_ids = draw(apply_filters(processed, metadata.filters), rows)
+        else:
+            token_ids = argmax(processed)
+            filtered = apply_filters(processed.index_select(0, metadata.random_indices), metadata.filters)
+            token_ids.index_copy_(0, metadata.random_indices, draw(filtered, [rows[i] for i in metadata.random_rows]))
+        logprobs = [
+            (some, launch_logprobs(logits.index_select(0, indices), token_ids.index_select(0, indices), count))
+            for count, some, indices in metadata.logprob_rows
+        ]
         return PendingTokens(token_ids, logprobs)
+
+    def _find_metadata(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> SamplingMetadata:
+        """What the rows want: as in one of the last steps, if they have not changed."""
+        for metadata in self._kept:
+            if metadata.is_for(params, vocab_size, device):
+                return metadata
+        metadata = SamplingMetadata(params, vocab_size, device)
+        self._kept = (metadata, *self._kept[: KEPT_BATCHES - 1])
+        return metadata
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -244,19 +262,18 @@ def apply_penalties(
 
 def filter_logits(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """Temperature, then min-p, top-k and top-p. What a filter removes becomes minus infinity."""
+    return apply_filters(logits, Filters.of(params, logits.shape[-1], logits.device))
 
-    def column(values: list[Any]) -> Tensor:
-        return to_device(values, logits.device).unsqueeze(1)
 
-    logits = apply_temperature(logits, column([p.temperature for p in params]))
-    if any(p.min_p > 0 for p in params):
-        logits = apply_min_p(logits, column([p.min_p for p in params]))
-    vocab_size = logits.shape[-1]
-    top_ks = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-    if min(top_ks) < vocab_size:
-        logits = apply_top_k(logits, column(top_ks), max(k for k in top_ks if k < vocab_size))
-    if any(p.top_p < 1 for p in params):
-        logits = apply_top_p(logits, column([p.top_p for p in params]))
+def apply_filters(logits: Tensor, filters: Filters) -> Tensor:
+    """`filter_logits` by columns that are on the device."""
+    logits = apply_temperature(logits, filters.temperature)
+    if filters.min_p is not None:
+        logits = apply_min_p(logits, filters.min_p)
+    if filters.top_k is not None:
+        logits = apply_top_k(logits, filters.top_k, filters.highest_top_k)
+    if filters.top_p is not None:
+        logits = apply_top_p(logits, filters.top_p)
     return logits
 
 
@@ -310,9 +327,19 @@ def draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
     return argmax(logits.softmax(dim=-1) / exponential_noise(random_keys(rows), logits.shape[-1], logits.device))
 
 
-def random_keys(rows: list[SamplingRow]) -> list[int]:
-    """The `random_key` of each row's token."""
-    return [random_key(row.seq.request.seed, row.index, row.position) for row in rows]
+def random_keys(rows: list[SamplingRow]) -> np.ndarray:
+    """The `random_key` of each row's token, `[rows]`, int32. Of a sequence's tokens, the part of the hash that they share is computed once."""
+    digests = []
+    for row in rows:
+        key = _begin_key(row.seq.request.seed, row.index).copy()
+        key.update(b"%d" % row.position)
+        digests.append(key.digest())
+    return np.frombuffer(b"".join(digests), ">i4").astype(np.int32)
+
+
+@functools.lru_cache(maxsize=4096)
+def _begin_key(seed: int, index: int) -> hashlib.blake2b:
+    return hashlib.blake2b(f"{seed},{index},".encode(), digest_size=4)
 
 
 def random_key(seed: int, index: int, position: int) -> int:
@@ -321,7 +348,9 @@ def random_key(seed: int, index: int, position: int) -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-def exponential_noise(keys: list[int], vocab_size: int, device: torch.device | str = "cpu", first: int = 0) -> Tensor:
+def exponential_noise(
+    keys: list[int] | np.ndarray, vocab_size: int, device: torch.device | str = "cpu", first: int = 0
+) -> Tensor:
     """Random numbers from an exponential distribution of mean 1, `[len(keys), vocab_size]`, float32, above 0.
 
     Each is a hash of its row's key and a token id, counted from `first`, so it is the same in any batch.
@@ -334,47 +363,3 @@ def exponential_noise(keys: list[int], vocab_size: int, device: torch.device | s
 @functools.cache
 def _load_ops(device: torch.device) -> Ops:
     return Ops(load_platform_kernels(device), Checks.NONE)
-
-
-# -- where each rank has the logits of some tokens -------------------------------------------------------------------
-#
-# Each rank chooses among its own tokens, and the best score wins: the winner of a race (`draw`) has also won its heat. Filters, penalties
-# and log-probabilities need all logits in one place.
-
-
-def can_choose_in_parts(rows: list[SamplingRow]) -> bool:
-    """Whether each rank can choose among its own tokens: true for greedy rows and plain draws."""
-    return all(
-        row.params.logprobs is None
-        and not adjusts_logits(row)
-        and (row.params.is_greedy or (row.params.min_p == 0 and row.params.top_k <= 0 and row.params.top_p == 1))
-        for row in rows
-    )
-
-
-def choose_in_part(rows: list[SamplingRow], logits: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """`Sampler.sample` among a range of the tokens, when `can_choose_in_parts`.
-
-    Args:
-        rows: What each row is for.
-        logits: `[len(rows), tokens]`, of consecutive tokens.
-        first: The first of these tokens.
-
-    Returns:
-        For each row, the score of its best token, and its id. Of several parts, the token with the best score is the one that `sample`
-        chooses: a greedy row's score is the logit; that of a drawn one is the logarithm of one over the time at which the token arrives, up to
-        a constant that is the same for all parts.
-    """
-    logits = logits.float()
-    token_ids = argmax(logits)
-    scores = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).double()
-    random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
-    if random_rows:
-        drawn = [rows[i] for i in random_rows]
-        temperatures = torch.tensor([row.params.temperature for row in drawn], device=logits.device).unsqueeze(1)
-        part = apply_temperature(logits[random_rows], temperatures)
-        noise = exponential_noise(random_keys(drawn), part.shape[-1], part.device, first)
-        best = argmax(part.softmax(dim=-1) / noise).unsqueeze(1)
-        token_ids[random_rows] = best.squeeze(1)
-        scores[random_rows] = (part.gather(1, best).double() - noise.gather(1, best).double().log()).squeeze(1)
-    return scores, token_ids + first

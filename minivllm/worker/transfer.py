@@ -19,8 +19,8 @@ from torch import Tensor
 _ALIGNMENT = 16
 
 
-def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A list as a tensor on a device."""
+def to_device(values: Sequence[Any] | np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A list or an array as a tensor on a device."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 

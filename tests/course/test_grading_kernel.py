@@ -175,6 +175,7 @@ def test_a_notebook_that_runs_out_of_something_is_given_up(sources, limits, stat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_after_a_check_that_hangs_others_get_less_time_and_their_points(monkeypatch):
     monkeypatch.setattr(Surroundings, "seconds_after_a_hang", lambda self, cell: 4)
     runs = run(IMPORT, HANGS, PASSES, KILLS, HANGS, PASSES, cell_seconds=6, total_seconds=120)

@@ -105,6 +105,7 @@ def tiny(tmp_path_factory, smollm2_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_subsets_of_parts_write_the_same(mine, tiny, monkeypatch):
     tokenizer = Tokenizer(tiny)
     monkeypatch.setattr(EngineConfig, "load_tokenizer", lambda self: tokenizer)

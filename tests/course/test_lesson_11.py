@@ -12,5 +12,4 @@ class TestChecks(LessonChecks):
     number = "11"
     points = 19
     says = ("Expected", "Got", "Look at")
-    every_wrong = 3
     every = 7

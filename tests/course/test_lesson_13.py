@@ -26,7 +26,6 @@ class TestChecks(LessonChecks):
     number = "13"
     points = 19
     says = ("Expected", "Got", "Look at")
-    every_wrong = 3
     every = 9
 
 

@@ -178,6 +178,12 @@ def test_any_bytes_give_as_many_characters_as_they_must(values):
         assert text == whole
 
 
+@given(st.lists(st.integers(0, 49151), max_size=20), st.booleans())
+def test_tokens_are_decoded_as_transformers_decodes_them(tokenizer, token_ids, skip_special_tokens):
+    options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+    assert tokenizer.decode(token_ids, skip_special_tokens) == tokenizer.hf_tokenizer.decode(token_ids, **options)
+
+
 def generate_text(tokenizer, text: str, **params) -> tuple[list[str], str, str | None]:
     """The text after each token of a sequence that spells `text`, at the end, and the stop string found."""
     sequence = SequenceText([1], SamplingParams(max_tokens=1000, **params), 0, tokenizer)

@@ -132,9 +132,8 @@ def assert_same(got, expected):
                 assert a[token].decoded_token == b[token].decoded_token
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "chunked prefill, prefix cache" else pytest.mark.long) for name in ENGINES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ENGINES)
 def test_after_every_token_a_request_goes_on_as_if_nothing_had_happened(llm, params_of, name):
     """The second engine has other options than the first: where a request goes on, it has other neighbours and other chunks.
 

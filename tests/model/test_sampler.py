@@ -25,7 +25,8 @@ from minivllm.kernels.ops import load_platform_kernels
 from minivllm.request import EngineCoreRequest, Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
 from minivllm.worker import sampler
-from minivllm.worker.sampler import Sampler, SamplingRow, can_choose_in_parts, choose_in_part, exponential_noise, random_key
+from minivllm.worker.choice_in_parts import can_choose_in_parts, choose_in_part
+from minivllm.worker.sampler import Sampler, SamplingRow, exponential_noise, random_key, random_keys
 
 sample = Sampler().sample
 
@@ -173,6 +174,12 @@ def test_keys_belong_to_seed_index_and_position():
     assert random_key(3, 1, 4) == random_key(3, 1, 4)
 
 
+@given(st.integers(-(2**63), 2**63), st.integers(0, 5), st.integers(0, 10))
+def test_the_keys_of_a_batch_are_those_of_its_rows(seed, index, num_output):
+    rows = [make_row(SamplingParams(), seed=seed + i, index=index, output=[7] * (num_output + i)) for i in range(3)]
+    assert random_keys(rows).tolist() == [random_key(seed + i, index, num_output + i) for i in range(3)]
+
+
 def test_noise_is_exponential_and_no_two_rows_or_tokens_go_together():
     noise = exponential_noise([random_key(5, 0, position) for position in range(200)], 5000).double()
     assert bool((noise > 0).all()) and bool(noise.isfinite().all())
@@ -286,6 +293,31 @@ def test_a_draw_does_not_depend_on_the_batch(seed, num_rows, rng):
     together = [token.token_id for token in sample(logits, rows)]
     alone = [sample(logits[i : i + 1], [rows[i]])[0].token_id for i in range(num_rows)]
     assert together == alone
+
+
+KINDS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0, logprobs=2),
+    SamplingParams(temperature=0.7),
+    SamplingParams(top_k=3, logprobs=2),
+    SamplingParams(top_p=0.5, min_p=0.01),
+    SamplingParams(temperature=0, logit_bias={3: 50}, logprobs=0),
+    SamplingParams(min_tokens=3),
+]
+
+
+@given(
+    seeds,
+    st.lists(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(KINDS)), min_size=1, max_size=5), min_size=2, max_size=8),
+)
+def test_what_is_kept_of_earlier_batches_changes_nothing(seed, batches):
+    """Each row of each batch gets the token and the log-probabilities that it would get alone, from a new sampler."""
+    kept = Sampler()
+    for number, batch in enumerate(batches):
+        logits = random_logits(seed + number, rows=len(batch))
+        rows = [make_row(params, output=[7] * number, seed=request, eos=[5]) for request, params in batch]
+        alone = [Sampler().sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+        assert kept.sample(logits, rows) == alone
 
 
 @given(seeds, st.integers(0, 3), st.integers(0, 6))

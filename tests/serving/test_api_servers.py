@@ -181,6 +181,7 @@ def becomes(condition, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_when_a_replica_dies_the_answers_of_all_api_servers_go_on(served):
     body = LONG | {"max_tokens": 60}
     expected = post_alone(served, body).json()["choices"][0]["text"]

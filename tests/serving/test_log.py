@@ -164,6 +164,7 @@ def use(client):
     assert (answer.status_code, answer.json()["model"]) == (200, "fox")
 
 
+@pytest.mark.long
 def test_a_server_whose_log_nobody_reads_serves_and_ends(smollm2_path):
     with serve(smollm2_path, 0, subprocess.PIPE) as server:
         fcntl.fcntl(server.stderr, fcntl.F_SETPIPE_SZ, 4096)

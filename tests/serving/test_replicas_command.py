@@ -130,6 +130,7 @@ def test_buttons_that_kill_are_for_this_machine_alone(capsys):
     assert "--allow-kill" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_restarted_one_after_another_under_load(served, expected, capsys):
     """Running requests finish where they are, and new ones are answered meanwhile."""
     before = {item["process_id"] for item in replicas(served)}
@@ -169,6 +170,7 @@ def test_a_coordinator_that_is_killed_is_started_again(served, expected):
     assert replicas(served)[0]["process_id"] != victim["process_id"]
 
 
+@pytest.mark.long
 def test_replicas_and_the_coordinator_are_replaced_though_a_cleaner_has_removed_their_sockets(served, expected):
     wait_until_ready(served)
     (coordinator,) = coordinators(served)
@@ -202,6 +204,7 @@ def test_a_stopped_replica_loses_its_streams_and_comes_back(served, expected):
     assert replicas(served)[1]["process_id"] == process_id
 
 
+@pytest.mark.long
 def test_one_that_stays_stopped_is_replaced(served, expected):
     process_id = replicas(served)[1]["process_id"]
     with streams(served, expected):

@@ -128,7 +128,7 @@ class LessonChecks:
     """How many small mistakes must be tried at the least."""
     with_other_input: ClassVar[frozenset[str]] = frozenset()
     """The checks on a real model that have random input, too, and so need no other to stand in for them."""
-    every_wrong: ClassVar[int] = 3
+    every_wrong: ClassVar[int] = 5
     """Every how many of the wrong answers one is tried without --long."""
     every: ClassVar[int | None] = None
     """Every how many of the small mistakes that `mutate_lesson.py` makes one is tried; None if the lesson has another test of them."""

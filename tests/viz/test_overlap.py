@@ -11,7 +11,7 @@ from minivllm.errors import ConfigError
 from minivllm.simulation.engine import make_simulated_engine
 from minivllm.viz.chrome import to_chrome
 from minivllm.viz.overlap import device_spans, draw_overlap, host_spans
-from minivllm.viz.spans import find_spans
+from minivllm.viz.spans import find_spans, step_times
 
 
 def record(async_scheduling: bool):
@@ -57,3 +57,18 @@ def test_bars_of_steps_in_flight_do_not_overlap_in_other_figures():
     assert rows
     for bars in rows.values():
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(bars)))
+
+
+def test_the_engine_idles_after_a_surplus_step():
+    """Its sequence ended in the step before, which was still in flight when it was scheduled."""
+    engine = make_simulated_engine(cost_model=lambda work: 6.0, async_scheduling=True, eos_token_ids=())
+    for name in ("a", "b"):
+        engine.add_request(name, [1, 2, 3], SamplingParams(max_tokens=10, stop_token_ids=list(range(50_000))))
+        while engine.has_unfinished_requests():
+            engine.step()
+        engine.core.finish_surplus_steps()
+        engine.clock.advance(100.0)
+    trace = engine.trace
+    assert len(trace) == 4 and not trace[1].finished
+    assert [trace.is_idle_after(number) for number in range(4)] == [True] * 4
+    assert step_times(trace)[1] == (0.0, 12.0)

@@ -67,13 +67,16 @@ class StepView:
             self._forget_all_but({request.request_id for request in step.request_snapshots})
         for request in step.request_snapshots:
             self._add_request(request)
+        start = (
+            step.start if self._step is None else max(step.start, self._step.end)
+        )  # it may have been in flight with the last one
         self._step = step
         self._place(step)
         gaps = [gap for item in step.scheduled if (gap := self._advance(item, step)) is not None]
         self._curve.append(
             {name: getattr(step, name) for name in _COUNTS}
             | {
-                "length": step.end - step.start,
+                "length": step.end - start,
                 "num_generated": sum(item.num_new_tokens for item in step.scheduled),
                 "mean_gap": sum(gaps) / len(gaps) if gaps else None,
                 "max_gap": max(gaps, default=None),

@@ -1,0 +1,89 @@
+"""What an engine core has to tell its frontend: what each step adds to each request, kept until the frontend asks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from minivllm.engine.core_messages import EngineCoreOutput, NewTokens, make_output
+from minivllm.outputs import Logprob
+from minivllm.request import Request, Sequence
+from minivllm.scheduler_output import ScheduledSequence, SequenceOutput
+
+
+class CoreOutputs:
+    """Outputs that the frontend has not heard yet.
+
+    Attributes:
+        waiting: In the order of the steps.
+        num_generated_tokens: How many tokens have been generated so far.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[EngineCoreOutput] = []
+        self.num_generated_tokens = 0
+
+    def add_step(
+        self,
+        step: list[tuple[ScheduledSequence, SequenceOutput]],
+        advanced: list[tuple[Sequence, int]],
+        errors: Mapping[Request, str],
+        unfinished: Collection[str],
+        now: float,
+    ) -> None:
+        """Add what a step has computed.
+
+        Args:
+            step: Its sequences, each with its result.
+            advanced: The sequences with new tokens, each with its place in `step`: forked siblings share one.
+            errors: Why requests failed.
+            unfinished: Ids of the requests that have not finished.
+            now: When the results came.
+        """
+        new_tokens: dict[Request, list[NewTokens]] = {}
+        errors = dict(errors)
+        for seq, i in advanced:
+            if seq.request.metrics.first_token_time is None:
+                seq.request.metrics.first_token_time = now
+            item, result = step[i]
+            new_tokens.setdefault(seq.request, []).append(self._take_new_tokens(seq, item.seq, result))
+            if seq.grammar is not None and seq.grammar.error:
+                errors.setdefault(seq.request, f"structured_outputs cannot go on: {seq.grammar.error}")
+        prompt_logprobs: dict[Request, dict[int, dict[int, Logprob]]] = {}
+        for item, result in step:
+            request = item.seq.request
+            if result.prompt_logprobs and (request in new_tokens or request.request_id in unfinished):
+                new_tokens.setdefault(request, [])  # none after a chunk in the middle of the prompt
+                prompt_logprobs[request] = result.prompt_logprobs
+        for request, sequences in new_tokens.items():
+            if request.finished:
+                request.metrics.finished_time = now
+            output = make_output(request, sequences, request.finished, errors.get(request))
+            output.prompt_logprobs = prompt_logprobs.get(request)
+            self.waiting.append(output)
+
+    def _take_new_tokens(self, seq: Sequence, parent: Sequence, result: SequenceOutput) -> NewTokens:
+        """A sequence's new tokens. A result has one for each sibling forked from `parent`; or, with drafts, several for one sequence."""
+        token_ids = seq.take_new_tokens()
+        self.num_generated_tokens += len(token_ids)
+        first = seq.index - parent.index
+        logprobs = result.logprobs[first : first + len(token_ids)] if result.logprobs else None
+        return NewTokens(seq.index, token_ids, logprobs, seq.finish_reason, seq.stop_reason)
+
+    def add_failure(self, request: Request, indices: Iterable[int], error: str, now: float) -> None:
+        """Add that a request failed, and which of its sequences that ended."""
+        request.metrics.finished_time = now
+        ended = [NewTokens(index, [], finish_reason="error") for index in indices]
+        self.waiting.append(make_output(request, ended, True, error))
+
+    def add_again(self, outputs: list[EngineCoreOutput]) -> None:
+        """Add outputs that did not arrive, before all others."""
+        self.waiting = outputs + self.waiting
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for a request any more."""
+        self.waiting = [output for output in self.waiting if output.request_id != request_id]
+
+    def take(self) -> list[EngineCoreOutput]:
+        """All that waits, once."""
+        taken, self.waiting = self.waiting, []
+        return taken

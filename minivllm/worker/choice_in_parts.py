@@ -1,0 +1,50 @@
+"""Choosing tokens where each rank has the logits of some of them only.
+
+Each rank chooses among its own tokens, and the best score wins: the winner of a race (`draw`) has also won its heat. Filters, penalties
+and log-probabilities need all logits in one place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minivllm.worker.sampler import SamplingRow, adjusts_logits, apply_temperature, argmax, exponential_noise, random_keys
+
+
+def can_choose_in_parts(rows: list[SamplingRow]) -> bool:
+    """Whether each rank can choose among its own tokens: true for greedy rows and plain draws."""
+    return all(
+        row.params.logprobs is None
+        and not adjusts_logits(row)
+        and (row.params.is_greedy or (row.params.min_p == 0 and row.params.top_k <= 0 and row.params.top_p == 1))
+        for row in rows
+    )
+
+
+def choose_in_part(rows: list[SamplingRow], logits: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """`Sampler.sample` among a range of the tokens, when `can_choose_in_parts`.
+
+    Args:
+        rows: What each row is for.
+        logits: `[len(rows), tokens]`, of consecutive tokens.
+        first: The first of these tokens.
+
+    Returns:
+        For each row, the score of its best token, and its id. Of several parts, the token with the best score is the one that `sample`
+        chooses: a greedy row's score is the logit; that of a drawn one is the logarithm of one over the time at which the token arrives, up to
+        a constant that is the same for all parts.
+    """
+    logits = logits.float()
+    token_ids = argmax(logits)
+    scores = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).double()
+    random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if random_rows:
+        drawn = [rows[i] for i in random_rows]
+        temperatures = torch.tensor([row.params.temperature for row in drawn], device=logits.device).unsqueeze(1)
+        part = apply_temperature(logits[random_rows], temperatures)
+        noise = exponential_noise(random_keys(drawn), part.shape[-1], part.device, first)
+        best = argmax(part.softmax(dim=-1) / noise).unsqueeze(1)
+        token_ids[random_rows] = best.squeeze(1)
+        scores[random_rows] = (part.gather(1, best).double() - noise.gather(1, best).double().log()).squeeze(1)
+    return scores, token_ids + first

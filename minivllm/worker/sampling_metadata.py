@@ -1,0 +1,83 @@
+"""What the rows of a batch want of the sampler: made when the batch changes, and kept from step to step.
+
+Mirrors `vllm/v1/sample/metadata.py`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minivllm.sampling_params import SamplingParams
+from minivllm.worker.transfer import to_device
+
+
+class Filters(NamedTuple):
+    """The temperature and the filters of some rows, as columns on the device, each `[rows, 1]`; None for a filter that nobody wants.
+
+    Attributes:
+        temperature, min_p, top_k, top_p: See `SamplingParams`. A `top_k` that keeps all is the size of the vocabulary.
+        highest_top_k: The highest one below that size.
+    """
+
+    temperature: Tensor
+    min_p: Tensor | None
+    top_k: Tensor | None
+    highest_top_k: int
+    top_p: Tensor | None
+
+    @classmethod
+    def of(cls, params: list[SamplingParams], vocab_size: int, device: torch.device) -> Filters:
+        """The filters of rows with these parameters."""
+
+        def column(values: Sequence[Any], is_wanted: Callable[[Any], bool]) -> Tensor | None:
+            return to_device(values, device).unsqueeze(1) if any(map(is_wanted, values)) else None
+
+        temperature = to_device([p.temperature for p in params], device).unsqueeze(1)
+        top_ks = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+        return cls(
+            temperature,
+            column([p.min_p for p in params], lambda min_p: min_p > 0),
+            column(top_ks, lambda top_k: top_k < vocab_size),
+            max((top_k for top_k in top_ks if top_k < vocab_size), default=0),
+            column([p.top_p for p in params], lambda top_p: top_p < 1),
+        )
+
+
+class SamplingMetadata:
+    """What the rows of a batch want, made once for all steps in which they are the same.
+
+    Args:
+        params: Each row's parameters.
+        vocab_size, device: Of the logits.
+
+    Attributes:
+        may_adjust: Whether some row's logits may be changed before temperature and filters.
+        random_rows: Rows whose tokens are drawn; the others get the most likely one.
+        random_indices: The same, on the device; None if all rows are drawn, or none.
+        filters: Of the random rows; None if there are none.
+        logprob_rows: For each number of log-probabilities: the rows that want so many, and the same on the device.
+    """
+
+    def __init__(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
+        self._params, self._vocab_size, self._device = params, vocab_size, device
+        self.may_adjust = any(p.adjusts_logits or p.min_tokens > 0 or p.structured_outputs is not None for p in params)
+        self.random_rows = [i for i, p in enumerate(params) if not p.is_greedy]
+        self.random_indices = to_device(self.random_rows, device) if 0 < len(self.random_rows) < len(params) else None
+        random_params = [params[i] for i in self.random_rows]
+        self.filters = Filters.of(random_params, vocab_size, device) if random_params else None
+        wanting: dict[int, list[int]] = defaultdict(list)
+        for i, p in enumerate(params):
+            if p.logprobs is not None:
+                wanting[p.logprobs].append(i)
+        self.logprob_rows = [(count, rows, to_device(rows, device)) for count, rows in wanting.items()]
+
+    def is_for(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> bool:
+        """Whether it was made from these very objects."""
+        same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
+        return same and (vocab_size, device) == (self._vocab_size, self._device)
