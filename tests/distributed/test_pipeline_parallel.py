@@ -154,6 +154,42 @@ def test_wherever_the_layers_are_cut(folders, lengths, cuts, seed, is_chunked):
     assert generate(engine_on_threads(args, num_stages=len(cuts) + 1), prompts, GREEDY) == one
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=8),
+    st.sampled_from([(1, 2), (1, 3), (2, 2)]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "enable_chunked_prefill": st.just(True),
+            "enable_prefix_caching": st.just(True),
+            "num_gpu_blocks_override": st.just(14),
+            "preemption_mode": st.just("swap"),
+            "num_speculative_tokens": st.just(2),
+        },
+    ),
+    st.integers(0, 99),
+)
+def test_batches_in_flight_give_the_tokens_of_one_at_a_time(folders, requests, size, options, seed):
+    """A batch for each stage, of disjoint sequences, by the scheduler for stages: greedy and seeded requests, with copies, swaps and drafts."""
+    args = EngineArgs(
+        str(folders["llama"]), **OPTIONS | {"max_num_batched_tokens": 128, "max_num_seqs": 6, "swap_space": 0.001} | options
+    )  # fmt: skip
+    if args.enable_chunked_prefill:
+        args.max_num_batched_tokens = 12
+    results = []
+    for engine in (engine_on_threads(args), engine_on_threads(args, *size, num_in_flight=size[1])):
+        for i, (prompt, (_, is_seeded)) in enumerate(zip(prompts_of([n for n, _ in requests], seed), requests, strict=True)):
+            engine.add_request(str(i), prompt, SEEDED if is_seeded else GREEDY)
+        found = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found[output.request_id] = (output.error, [completion.token_ids for completion in output.outputs])
+        results.append(found)
+        assert engine.engine_core.core.block_manager.gpu_allocator.num_free == args.num_gpu_blocks_override
+        engine.executor.shutdown()
+    assert results[0] == results[1] and len(results[0]) == len(requests)
+
+
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
