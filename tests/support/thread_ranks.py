@@ -21,7 +21,7 @@ from minivllm.distributed.pipeline import IntermediateTensors, PipelineGroup
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.executor.base import Executor, PendingStep
-from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceOutput, apply_masks
+from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceOutput
 from minivllm.worker.worker import Worker
 
 
@@ -125,10 +125,11 @@ class ThreadExecutor(Executor):
         pipelines = make_pipelines(config.parallel_config)
         self.workers = [Worker(*configs, *links) for links in zip(groups, pipelines, strict=True)]
         self.answering_rank = size * (num_stages - 1)
-        self.max_concurrent_batches = num_in_flight
+        self.max_concurrent_batches = max(num_in_flight, 2 if config.scheduler_config.async_scheduling else 1)
         for worker in self.workers:  # one after the other: torch's default dtype is one for all threads
             worker.load_model()
         self._threads = [ThreadPoolExecutor(1) for _ in self.workers]
+        self._launches: list[Future[Any]] = []
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         calls = self._submit(method, *args)
@@ -145,18 +146,24 @@ class ThreadExecutor(Executor):
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         return self.collective_rpc("execute_model", request)[self.answering_rank]
 
+    def launch_model(self, request: ExecuteModelRequest) -> None:
+        if self.max_concurrent_batches == 1:
+            super().launch_model(request)
+        else:  # a copy, as its tables change
+            request = copy.deepcopy(request, {id(seq.request): seq.request for seq in request.sequences})
+            self._launches = self._submit("launch_model", request)
+
     def sample_tokens(self, masks: Masks) -> PendingStep:
         if self.max_concurrent_batches == 1:
             return super().sample_tokens(masks)
-        request, self._launched = self._launched, None
-        assert request is not None
-        request = copy.deepcopy(request, {id(seq.request): seq.request for seq in request.sequences})  # its tables change
-        apply_masks(request.sequences, masks)
-        calls = self._submit("execute_model", request)
+        launches, samples = self._launches, self._submit("sample_tokens", masks)
 
         def collect() -> list[SequenceOutput]:
-            wait(calls)
-            return [call.result() for call in calls][self.answering_rank]
+            wait(launches + samples)
+            for launch in launches:
+                launch.result()
+            outputs: list[SequenceOutput] = samples[self.answering_rank].result()()
+            return outputs
 
         return collect
 
