@@ -4,10 +4,10 @@
 2. The engine in bfloat16, on a model of Qwen3-0.6B's sizes with random weights: its logits must be as close to those of
    transformers in float32 as transformers' own bfloat16 logits are.
 3. CUDA graphs: a replay must give exactly the output of the same step without a graph, and a generation the same tokens. Speed with
-   graphs and without.
+   graphs and without, and with two steps in flight, of which random draws, log-probabilities and several continuations are compared, too.
 4. Two ranks: with NCCL if there are two GPUs, else both on the one GPU over gloo, for correctness alone. The tokens must be those of one.
 5. Lessons 05 and 06 and their solutions from top to bottom, their kernels compiled; what they print is saved.
-6. All kernel tests, with the Triton kernels compiled.
+6. All kernel tests, with the Triton kernels compiled, and those of transfers: launching a step must not wait for the GPU.
 
 The results are saved as JSON.
 """
@@ -37,7 +37,13 @@ from minivllm.request import EngineCoreRequest, Request, Sequence  # noqa: E402
 from minivllm.scheduler_output import ScheduledSequence  # noqa: E402
 from minivllm.worker.worker import Worker  # noqa: E402
 
-TESTS = ["tests/kernels/test_kernels.py", "tests/kernels/test_attention_backends.py", "tests/model/test_models.py"]
+TESTS = [
+    "tests/kernels/test_kernels.py",
+    "tests/kernels/test_attention_backends.py",
+    "tests/model/test_models.py",
+    "tests/model/test_model_input.py",
+    "tests/model/test_transfer.py",
+]
 NOT_HERE = "not smollm2"
 """The default model comes from a package that may not be installed here."""
 LESSONS = [f"{folder}/{name}.ipynb" for folder in ("notebooks", "solutions") for name in ("05_triton", "06_paged_attention")]
@@ -217,27 +223,63 @@ def check_generation(folder: Path) -> tuple[bool, dict]:
     return equal, speeds
 
 
+def check_steps_in_flight(folder: Path) -> bool:
+    """Two steps in flight against one: draws, several continuations, stop tokens and log-probabilities, in float32."""
+    wishes = (
+        {"logprobs": 3},
+        {"n": 3},
+        {"top_k": 20, "min_p": 0.01},
+        {"temperature": 0, "logit_bias": {5: 3.0}, "min_tokens": 9},
+    )
+    stops = list(range(0, QWEN3["vocab_size"], 97))
+    params = [SamplingParams(max_tokens=30 + i, seed=i, stop_token_ids=stops, **wishes[i % 4]) for i in range(24)]
+    prompts = random_prompts([1 + 11 * i % 200 for i in range(24)])
+    found, logprobs = [], []
+    for async_scheduling in (False, True):
+        options = {"num_gpu_blocks_override": 4000, "async_scheduling": async_scheduling, "enforce_eager": True}
+        llm = load(folder, dtype="float32", **options)
+        completions = [c for output in llm.generate(prompts, params, use_tqdm=False) for c in output.outputs]
+        found.append([(c.token_ids, c.finish_reason, c.stop_reason) for c in completions])
+        entries = [entry for c in completions for entry in c.logprobs or ()]
+        logprobs.append(torch.tensor([logprob.logprob for entry in entries for logprob in list(entry.values())[:3]]))
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+    equal = found[0] == found[1] and torch.allclose(*logprobs, atol=1e-3)
+    print(f"equal draws, reasons and log-probabilities with two steps in flight, float32: {equal}")
+    return equal
+
+
+RANKS = {
+    "one rank": {},
+    "two ranks": {"tensor_parallel_size": 2},
+    "two ranks, two steps in flight": {"tensor_parallel_size": 2, "async_scheduling": True},
+    "two stages": {"pipeline_parallel_size": 2},
+}
+
+
 def check_ranks(folder: Path) -> tuple[bool, dict]:
-    """Tokens of two ranks against those of one, in float32, and throughput of both."""
+    """Tokens of several ranks and stages against those of one rank, in float32, and throughput of all."""
     num_gpus = torch.cuda.device_count()
     if num_gpus == 1:
         print("NCCL is not checked: there is one GPU. Two ranks share it, over gloo.")
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = random_prompts([1 + 11 * i % 200 for i in range(16)])
     tokens, speeds = {}, {}
-    for size in (1, 2):
-        llm = load(folder, dtype="float32", tensor_parallel_size=size, num_gpu_blocks_override=2000)
+    for name, options in RANKS.items():
+        llm = load(folder, dtype="float32", num_gpu_blocks_override=2000, **options)
         llm.generate(prompts[:2], params, use_tqdm=False)
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        speeds[f"{size} of {num_gpus} GPUs"] = 16 * 40 / (time.perf_counter() - start)
-        tokens[size] = [output.outputs[0].token_ids for output in outputs]
+        speeds[f"{name}, {num_gpus} GPUs"] = 16 * 40 / (time.perf_counter() - start)
+        tokens[name] = [output.outputs[0].token_ids for output in outputs]
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         torch.cuda.empty_cache()
-    print(f"equal tokens on two ranks and one, float32: {tokens[1] == tokens[2]}; tokens/s: {speeds}")
-    return tokens[1] == tokens[2], speeds
+    different = [name for name in RANKS if tokens[name] != tokens["one rank"]]
+    print(f"other tokens than on one rank, float32: {', '.join(different) or 'none'}; tokens/s: {speeds}")
+    return not different, speeds
 
 
 def main() -> int:
@@ -270,8 +312,9 @@ def main() -> int:
         note("replays", check_replay(folder))
         equal, speeds = check_generation(folder)
         note("tokens with graphs and steps in flight", equal, tokens_per_second=speeds)
+        note("draws with two steps in flight", check_steps_in_flight(folder))
         equal, speeds = check_ranks(folder)
-        note("tokens of two ranks", equal, tokens_per_second_by_ranks=speeds)
+        note("tokens of several ranks and stages", equal, tokens_per_second_by_ranks=speeds)
     for file in LESSONS:
         passed, printed = run_lesson(file)
         print(printed)

@@ -105,8 +105,7 @@ class DecodeStream:
         new, self._num_given = text[self._num_given : num_stable], num_stable
         if new and num_stable == len(text):
             self._window = self._window[self._num_old_tokens :]
-            self._num_old_tokens = len(self._window)
-            self._old_text = self._tokenizer.token_text(self._window[0]) if len(self._window) == 1 else self._decode()
+            self._num_old_tokens, self._old_text = len(self._window), self._decode()
             self._num_given = len(self._old_text)
         elif len(self._window) > self.MOST_TOKENS and all(len(text) <= len(other) + i for i, other in enumerate(texts)):
             self._shorten_window(text[num_stable:])  # not while the last tokens break characters, as an incomplete one can

@@ -80,6 +80,11 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens."""
+        if len(token_ids) == 1 and token_ids[0] not in self.skipped_token_ids:
+            return self.token_text(token_ids[0])
+        return self._decode(token_ids, skip_special_tokens)
+
+    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         if self._rust is not None:
             return self._rust.decode(token_ids, skip_special_tokens=skip_special_tokens)
         text: str = self.hf_tokenizer.decode(
@@ -99,10 +104,12 @@ class Tokenizer:
         return self.hf_tokenizer.convert_ids_to_tokens(token_id) is not None
 
     def token_text(self, token_id: int) -> str:
-        """The text of a single token, remembered: log-probabilities need thousands in a step."""
+        """The text of a single token, remembered: a step needs hundreds, or, with log-probabilities, thousands."""
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            text = self._decode([token_id], skip_special_tokens=False)
+            if text:  # ids of no token, of which there are many, have none
+                self._texts[token_id] = text
         return text
 
     def token_bytes(self, token_id: int) -> bytes:

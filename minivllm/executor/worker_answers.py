@@ -173,9 +173,10 @@ class WorkerAnswers:
         """Whether a rank takes too long to leave a message that others of its stage have left, though it is not busy with an earlier one."""
         for rank, left in enumerate(self._left):
             since = failure.since.get(self._workers.stage_of(rank))
-            if since is not None and failure.previous <= left < number:
-                if time.monotonic() > max(since, self._left_at[rank]) + SECONDS_FOR_OTHERS:
-                    return True
+            if since is None or not failure.previous <= left < number:
+                continue
+            if time.monotonic() > max(since, self._left_at[rank]) + SECONDS_FOR_OTHERS:
+                return True
         return False
 
     def _fail(self, failure: Failure) -> None:

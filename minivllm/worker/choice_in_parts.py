@@ -6,10 +6,10 @@ and log-probabilities need all logits in one place.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from minivllm.worker.sampler import SamplingRow, adjusts_logits, apply_temperature, argmax, exponential_noise, random_keys
+from minivllm.worker.transfer import to_device
 
 
 def can_choose_in_parts(rows: list[SamplingRow]) -> bool:
@@ -41,10 +41,12 @@ def choose_in_part(rows: list[SamplingRow], logits: Tensor, first: int) -> tuple
     random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if random_rows:
         drawn = [rows[i] for i in random_rows]
-        temperatures = torch.tensor([row.params.temperature for row in drawn], device=logits.device).unsqueeze(1)
-        part = apply_temperature(logits[random_rows], temperatures)
+        indices = to_device(random_rows, logits.device)
+        temperatures = to_device([row.params.temperature for row in drawn], logits.device).unsqueeze(1)
+        part = apply_temperature(logits.index_select(0, indices), temperatures)
         noise = exponential_noise(random_keys(drawn), part.shape[-1], part.device, first)
         best = argmax(part.softmax(dim=-1) / noise).unsqueeze(1)
-        token_ids[random_rows] = best.squeeze(1)
-        scores[random_rows] = (part.gather(1, best).double() - noise.gather(1, best).double().log()).squeeze(1)
+        token_ids.index_copy_(0, indices, best.squeeze(1))
+        drawn_scores = part.gather(1, best).double() - noise.gather(1, best).double().log()
+        scores.index_copy_(0, indices, drawn_scores.squeeze(1))
     return scores, token_ids + first

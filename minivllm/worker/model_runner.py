@@ -254,14 +254,15 @@ class ModelRunner:
         self, hidden: Tensor, rows: list[SamplingRow], hidden_rows: list[int]
     ) -> PendingTokens | list[SampledToken] | None:
         """A token for each row; `hidden_rows` says which of `hidden` it is drawn from. None on ranks that do not sample."""
-        is_repeated = len(rows) > len(hidden)
+        indices = self._tensor(hidden_rows) if len(rows) > len(hidden) else None
         if self.model.choose is not None and type(self.sampler) is Sampler and can_choose_in_parts(rows):
-            token_ids = self.model.choose(hidden[hidden_rows] if is_repeated else hidden, partial(choose_in_part, rows))
+            hidden = hidden if indices is None else hidden.index_select(0, indices)
+            token_ids = self.model.choose(hidden, partial(choose_in_part, rows))
             return None if token_ids is None else PendingTokens(token_ids)
         logits = self.model.compute_logits(hidden)
         if logits is None:
             return None
-        logits = logits[hidden_rows] if is_repeated else logits
+        logits = logits if indices is None else logits.index_select(0, indices)
         try:
             if self.recent_tokens is not None and type(self.sampler) is Sampler:
                 return self.sampler.launch(logits, rows)

@@ -150,8 +150,12 @@ def adjusts_logits(row: SamplingRow) -> bool:
 
 
 def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Logit bias, penalties and logits processors, then everything that excludes tokens; for greedy rows, too."""
-    adjusted = logits
+    """Logit bias, penalties and logits processors, then everything that excludes tokens; for greedy rows, too.
+
+    Without waiting for the device: `torch.where` decides there what an `if` on a tensor's value would decide here. Only functions of users'
+    own may wait, and the check that grammars and other wishes together leave a token.
+    """
+    adjusted, device = logits, logits.device
     for i, row in enumerate(rows):
         params = row.params
         if not adjusts_logits(row):
@@ -159,8 +163,7 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
         if adjusted is logits:
             adjusted = logits.clone()
         if params.logit_bias:
-            token_ids = torch.tensor(list(params.logit_bias), device=logits.device)
-            adjusted[i, token_ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+            adjusted[i, to_device(list(params.logit_bias), device)] += to_device(list(params.logit_bias.values()), device)
         if params.has_penalties:
             adjusted[i] = apply_penalties(
                 adjusted[i],
@@ -177,17 +180,19 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
                 row.error = f"The logits processor {getattr(process, '__name__', type(process).__name__)} {error}"
                 break
         if params.allowed_token_ids:
-            kept = torch.tensor(params.allowed_token_ids, device=logits.device)
+            kept = to_device(params.allowed_token_ids, device)
             adjusted[i] = torch.full_like(adjusted[i], MIN_LOGIT).index_copy_(0, kept, adjusted[i, kept])
         if row.mask is not None:
-            adjusted[i].masked_fill_(~allowed_tokens(row.mask, logits.shape[-1]).to(logits.device), MIN_LOGIT)
+            excluded = ~allowed_tokens(row.mask, logits.shape[-1])
+            adjusted[i].masked_fill_(to_device(excluded.numpy(), device), MIN_LOGIT)
             other = "allowed_token_ids" if params.allowed_token_ids else "logits_processors" if params.logits_processors else None
             if other and row.error is None and not row.num_drafts and adjusted[i].max() == MIN_LOGIT:
                 row.error = f"structured_outputs and {other} together leave no token to choose from."
         for banned in banned_tokens(row):
-            kept = adjusted[i].index_fill(0, torch.tensor(banned, device=logits.device), MIN_LOGIT)
-            if kept.max() > MIN_LOGIT:  # a grammar or `allowed_token_ids` takes precedence
-                adjusted[i] = kept
+            kept = adjusted[i].index_fill(0, to_device(banned, device), MIN_LOGIT)
+            adjusted[i] = torch.where(
+                kept.max() > MIN_LOGIT, kept, adjusted[i]
+            )  # a grammar or `allowed_token_ids` takes precedence
     return adjusted
 
 
@@ -249,13 +254,12 @@ def apply_penalties(
     """
     logits = logits.clone()
     if repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*prompt_token_ids, *output_token_ids}), device=logits.device)
+        seen = to_device(sorted({*prompt_token_ids, *output_token_ids}), logits.device)
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / repetition_penalty, values * repetition_penalty)
     if output_token_ids and (presence_penalty or frequency_penalty):
         counts = Counter(output_token_ids)
-        repeated = torch.tensor(list(counts), device=logits.device)
-        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
+        repeated, times = to_device(list(counts), logits.device), to_device(list(counts.values()), logits.device, logits.dtype)
         logits[repeated] -= presence_penalty + frequency_penalty * times
     return logits
 

@@ -295,6 +295,26 @@ def test_a_draw_does_not_depend_on_the_batch(seed, num_rows, rng):
     assert together == alone
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_bias": {3: 5.0}},
+        {"allowed_token_ids": [3, 4], "min_tokens": 2},
+        {"min_tokens": 2, "max_tokens": 9},
+        {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"top_k": 3, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_a_launch_asks_for_no_value_that_the_device_must_compute_first(options):
+    """On the device "meta", tensors have no values, and whatever asks for one fails."""
+    logits = torch.zeros(3, VOCAB_SIZE, device="meta")
+    params = SamplingParams(**options)
+    rows = [make_row(SamplingParams()), make_row(params, output=[7, 7], eos=[3]), make_row(params, eos=[3])]
+    rows[0].seq.masks = [bytes([255] * (VOCAB_SIZE // 8))]
+    assert sampler.filter_logits(sampler.adjust_logits(logits, rows), [row.params for row in rows]).device.type == "meta"
+
+
 KINDS = [
     SamplingParams(temperature=0),
     SamplingParams(temperature=0, logprobs=2),

@@ -96,7 +96,8 @@ def _copy(source: Tensor, destination: Tensor, pairs: list[tuple[int, int]]) -> 
     if not pairs:
         return
     size = source[0].numel()
-    table = torch.tensor(pairs, dtype=torch.int64, device=source.device)
+    # From pinned memory, so that the host does not wait until the GPU has come so far.
+    table = torch.tensor(pairs, dtype=torch.int64, pin_memory=source.is_cuda).to(source.device, non_blocking=True)
     with on_device(source):
         _copy_blocks[(len(pairs), triton.cdiv(size, COPY_BLOCK))](
             source, destination, table, size, source.stride(0), destination.stride(0), BLOCK=COPY_BLOCK
