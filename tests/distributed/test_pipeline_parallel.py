@@ -218,6 +218,18 @@ def test_each_stage_has_its_layers_alone(folders, name):
     assert all(".layers." in weight for weight in parameters[1])
 
 
+def test_layers_whose_numbers_begin_alike(tmp_path):
+    """Layers 10 and 11 are not taken for parts of layer 1, which is elsewhere."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**LLAMA | {"num_hidden_layers": 12})).save_pretrained(tmp_path)
+    (whole,), models = load_stages(tmp_path, 1), load_stages(tmp_path, 3)
+    for model in models:
+        assert all(torch.equal(weight, whole.get_parameter(name)) for name, weight in model.named_parameters())
+    assert [[i for i, layer in enumerate(model.model.layers) if list(layer.parameters())] for model in models] == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11],
+    ]  # fmt: skip
+
+
 @pytest.fixture
 def changed(folders, tmp_path):
     """Copies a model with some weights taken away, and others added."""
