@@ -218,8 +218,8 @@ class EngineArgs:
     prompt_lookup_min: int = _arg(2, "Shortest n-gram to look up when longer ones have not occurred before.")
     async_scheduling: bool = _arg(
         False,
-        "Schedule the next step while the device computes this one; the output stays the same. Pays on a GPU; needs one worker in the engine's process, "
-        "and no block space manager of your own.",
+        "Schedule the next step while the device computes this one; the output stays the same. Pays on a GPU, and with workers in other "
+        "processes. Not with a block space manager of your own.",
     )
     skip_tokenizer_init: bool = _arg(False, "Load no tokenizer: prompts are token ids, and outputs have no text.")
     scheduler_cls: type | None = _arg(None, "Scheduler class, such as `StaticBatchScheduler` or your own.")

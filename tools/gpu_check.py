@@ -250,27 +250,36 @@ def check_steps_in_flight(folder: Path) -> bool:
     return equal
 
 
+RANKS = {
+    "one rank": {},
+    "two ranks": {"tensor_parallel_size": 2},
+    "two ranks, two steps in flight": {"tensor_parallel_size": 2, "async_scheduling": True},
+    "two stages": {"pipeline_parallel_size": 2},
+}
+
+
 def check_ranks(folder: Path) -> tuple[bool, dict]:
-    """Tokens of two ranks against those of one, in float32, and throughput of both."""
+    """Tokens of several ranks and stages against those of one rank, in float32, and throughput of all."""
     num_gpus = torch.cuda.device_count()
     if num_gpus == 1:
         print("NCCL is not checked: there is one GPU. Two ranks share it, over gloo.")
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = random_prompts([1 + 11 * i % 200 for i in range(16)])
     tokens, speeds = {}, {}
-    for size in (1, 2):
-        llm = load(folder, dtype="float32", tensor_parallel_size=size, num_gpu_blocks_override=2000)
+    for name, options in RANKS.items():
+        llm = load(folder, dtype="float32", num_gpu_blocks_override=2000, **options)
         llm.generate(prompts[:2], params, use_tqdm=False)
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        speeds[f"{size} of {num_gpus} GPUs"] = 16 * 40 / (time.perf_counter() - start)
-        tokens[size] = [output.outputs[0].token_ids for output in outputs]
+        speeds[f"{name}, {num_gpus} GPUs"] = 16 * 40 / (time.perf_counter() - start)
+        tokens[name] = [output.outputs[0].token_ids for output in outputs]
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         torch.cuda.empty_cache()
-    print(f"equal tokens on two ranks and one, float32: {tokens[1] == tokens[2]}; tokens/s: {speeds}")
-    return tokens[1] == tokens[2], speeds
+    different = [name for name in RANKS if tokens[name] != tokens["one rank"]]
+    print(f"other tokens than on one rank, float32: {', '.join(different) or 'none'}; tokens/s: {speeds}")
+    return not different, speeds
 
 
 def main() -> int:
@@ -305,7 +314,7 @@ def main() -> int:
         note("tokens with graphs and steps in flight", equal, tokens_per_second=speeds)
         note("draws with two steps in flight", check_steps_in_flight(folder))
         equal, speeds = check_ranks(folder)
-        note("tokens of two ranks", equal, tokens_per_second_by_ranks=speeds)
+        note("tokens of several ranks and stages", equal, tokens_per_second_by_ranks=speeds)
     for file in LESSONS:
         passed, printed = run_lesson(file)
         print(printed)

@@ -58,8 +58,6 @@ def check_async_scheduling(args: EngineArgs) -> None:
     scheduler_cls = args.scheduler_cls or AsyncScheduler
     if args.pipeline_parallel_size > 1:
         obstacle = "pipeline stages have steps in flight of their own"
-    elif args.parallel_config().uses_processes:
-        obstacle = "workers in processes of their own take one step at a time"
     elif not issubclass(scheduler_cls, AsyncScheduler):
         obstacle = f"scheduler_cls is {scheduler_cls.__name__}, which is no AsyncScheduler"
     elif args.block_space_manager_cls is not None:
@@ -136,7 +134,7 @@ class EngineConfig:
         if self.parallel_config.uses_processes:
             from minivllm.executor.multiproc import MultiProcExecutor
 
-            return MultiProcExecutor(*configs, self.parallel_config.tensor_parallel_size)
+            return MultiProcExecutor(*configs, self.parallel_config)
         from minivllm.executor.uniproc import UniProcExecutor  # a core on another executor does not load torch
 
         return UniProcExecutor(*configs)

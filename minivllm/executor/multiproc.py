@@ -5,41 +5,27 @@
                                                                            ▲ │
                                                                            └─┴ all-reduce
 
-All workers get the same message and compute the same step, each with its part of the weights and the cache; rank 0 samples and
-answers. A worker that ends, is stopped, or fails alone takes the executor down, because its part of the cache is lost. Mirrors
-`vllm/v1/executor/multiproc_executor.py`.
+All workers get the same message and compute the same step, each with its part of the weights and the cache; rank 0 samples. With pipeline
+stages the ranks of the first come first, and the first rank of the last stage samples. Several steps may be in flight: with asynchronous scheduling,
+or one in each stage. A worker that ends, is stopped, or fails where others wait for it takes the executor down, because its part of the cache is
+lost. Mirrors `vllm/v1/executor/multiproc_executor.py`.
 """
 
 from __future__ import annotations
 
-import logging
 import pickle
-import time
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from minivllm import errors
-from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from minivllm.errors import DistributedError, WorkerError
-from minivllm.executor.base import Executor
+from minivllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from minivllm.executor.base import Executor, PendingStep
 from minivllm.executor.processes import check_classes
-from minivllm.executor.worker_messages import (
-    Answer,
-    Call,
-    CallResult,
-    Failed,
-    RequestLedger,
-    StepResult,
-    ToWorker,
-    WorkerLog,
-    encode,
-)
-from minivllm.executor.worker_processes import CHECK_SECONDS, GRACE_SECONDS, WorkerProcesses
-from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceOutput
-
-SECONDS_FOR_OTHERS = 0.8
-"""After a worker has failed, how long the others have to become ready for another step. If they do, only that step is lost."""
+from minivllm.executor.worker_answers import Sent, WorkerAnswers
+from minivllm.executor.worker_messages import Call, CallResult, RequestLedger, StepMasks, StepResult
+from minivllm.executor.worker_processes import WorkerProcesses
+from minivllm.scheduler_output import ExecuteModelRequest, Masks, RankTiming, SequenceOutput
 
 
 class MultiProcExecutor(Executor):
@@ -55,20 +41,22 @@ class MultiProcExecutor(Executor):
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
         worker_config: WorkerConfig,
-        world_size: int,
+        parallel_config: ParallelConfig,
     ) -> None:
-        configs = (model_config, cache_config, scheduler_config, worker_config)
-        self.world_size = world_size
+        configs = (model_config, cache_config, scheduler_config, worker_config, parallel_config)
+        self.world_size, num_stages = parallel_config.world_size, parallel_config.pipeline_parallel_size
+        self.answering_rank = parallel_config.tensor_parallel_size * (num_stages - 1)
+        self.max_concurrent_batches = max(num_stages, 2 if scheduler_config.async_scheduling else 1)
         self._ledger = RequestLedger(2 * scheduler_config.max_num_seqs)
-        self._number = 0
-        self._is_settled = True
-        """Whether all answers to the last message have arrived; False after Ctrl-C during the wait."""
         self._is_timed = False
         self._timing: list[RankTiming] = []
-        self._logged: dict[str, int] = {}
-        """Texts logged during a step or call, and the rank that logged each first."""
+        self._begun: Sent | None = None
+        """The step between `launch_model` and `sample_tokens`."""
+        self._awaits_masks = False
+        """Whether the workers wait for the masks of that step."""
         check_classes(*configs)
-        self._workers = WorkerProcesses(pickle.dumps(configs), world_size)
+        self._workers = WorkerProcesses(pickle.dumps(configs), parallel_config)
+        self._answers = WorkerAnswers(self._workers)
         self._finalizer = weakref.finalize(self, self._workers.stop)
 
     def wait_until_ready(self) -> None:
@@ -79,7 +67,7 @@ class MultiProcExecutor(Executor):
             EngineDeadError: A worker ended before it was ready.
         """
         if not self._workers.are_ready:
-            self._receive(0, range(self.world_size))
+            self._answers.wait_for_start()
             self._workers.are_ready = True
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
@@ -97,11 +85,34 @@ class MultiProcExecutor(Executor):
             MinivllmError: A worker failed, and all are ready for the next step. As for `collective_rpc`.
             EngineDeadError: A worker has died, or failed while others wait for it.
         """
-        self._send(self._ledger.to_step(self._next_number(), request, self._is_timed))
-        results = self._receive(self._number, range(self.world_size if self._is_timed else 1), is_step=True)
+        return self._receive(self._send(request))
+
+    def launch_model(self, request: ExecuteModelRequest) -> None:
+        """Begin a step. With only one in flight it begins when its results are asked for."""
+        if self.max_concurrent_batches == 1:
+            super().launch_model(request)
+            return
+        self._awaits_masks = any(seq.request.sampling_params.structured_outputs and seq.num_samples for seq in request.sequences)
+        self._begun = self._send(request, self._awaits_masks)
+
+    def sample_tokens(self, masks: Masks) -> PendingStep:
+        if self.max_concurrent_batches == 1:
+            return super().sample_tokens(masks)
+        sent, self._begun = self._begun, None
+        assert sent is not None, "sample_tokens follows launch_model"
+        if self._awaits_masks:
+            self._answers.send_masks(StepMasks(sent.number, masks))
+        return partial(self._receive, sent)
+
+    def _send(self, request: ExecuteModelRequest, masks_follow: bool = False) -> Sent:
+        return self._answers.send(self._ledger.to_step(self._answers.next_number(), request, self._is_timed, masks_follow))
+
+    def _receive(self, sent: Sent) -> list[SequenceOutput]:
+        """Wait for the results of a step, which may be timed."""
+        results = self._answers.receive(sent, range(self.world_size) if sent.is_timed else [self.answering_rank])
         steps = [result for result in results if isinstance(result, StepResult)]
         self._timing = [step.timing for step in steps if step.timing is not None]
-        return steps[0].outputs
+        return steps[self.answering_rank if sent.is_timed else 0].outputs
 
     def record_timing(self, on: bool) -> None:
         self._is_timed = on
@@ -118,8 +129,8 @@ class MultiProcExecutor(Executor):
             EngineDeadError: A worker has died.
         """
         self.wait_until_ready()
-        self._send(Call(self._next_number(), method, list(args)))
-        results = self._receive(self._number, range(self.world_size))
+        sent = self._answers.send(Call(self._answers.next_number(), method, list(args)))
+        results = self._answers.receive(sent, range(self.world_size))
         return [result.value for result in results if isinstance(result, CallResult)]
 
     def check_health(self) -> None:
@@ -137,87 +148,3 @@ class MultiProcExecutor(Executor):
     def process_ids(self) -> list[int]:
         """The workers' process ids, by rank."""
         return [process.pid for process in self._workers.processes]
-
-    def _next_number(self) -> int:
-        """The number of the next message, once all ranks have finished the last one."""
-        if not self._is_settled and not self._settle():
-            self._workers.raise_failure("The workers did not recover from a step that was interrupted.")
-        self._number += 1
-        self._logged.clear()
-        return self._number
-
-    def _send(self, message: ToWorker) -> None:
-        self.check_health()
-        self._is_settled = False
-        try:
-            self._workers.inbox.write(encode(message))
-        except DistributedError:
-            self._workers.raise_failure(self._workers.find_ended(GRACE_SECONDS) or "A worker has closed its end of the queue.")
-
-    def _receive(self, number: int, ranks: Iterable[int], is_step: bool = False) -> list[Answer]:
-        """Wait for the answers of these ranks to a message."""
-        wanted, answers = set(ranks), dict[int, Answer]()
-        while not wanted <= answers.keys():
-            for rank, message in self._read():
-                if message.number == number:
-                    answers[rank] = message
-                elif isinstance(message, Failed):  # another rank, in a step that rank 0 has finished
-                    self._workers.raise_failure(self._describe(rank, message))
-            if failed := {rank: answer for rank, answer in answers.items() if isinstance(answer, Failed)}:
-                self._raise(failed, is_step)
-        self._is_settled = True
-        return [answers[rank] for rank in sorted(wanted)]
-
-    def _raise(self, failed: dict[int, Failed], is_step: bool) -> NoReturn:
-        """Raise the failure: of one step or call if all ranks have left it, else of the engine."""
-        if ended := self._workers.find_ended():  # the other ranks may have noticed it first
-            self._workers.raise_failure(ended)
-        rank, first = min(failed.items(), key=lambda item: (item[1].error_type == DistributedError.__name__, item[0]))
-        if not self._workers.are_ready or first.error_type == DistributedError.__name__ or not self._settle(has_failed=True):
-            self._workers.fail(self._describe(rank, first))
-            if is_step:
-                self.check_health()
-        kind = getattr(errors, first.error_type, None)
-        if kind is None:
-            raise WorkerError(f"Rank {rank}: {first.error_type}: {first.message}")
-        raise kind(f"Rank {rank}: {first.message}")
-
-    def _settle(self, has_failed: bool = False) -> bool:
-        """Wait until all ranks are ready for another message. False if some are not, soon after one has failed.
-
-        A rank that fails alone leaves the others waiting in a collective operation that it has not entered.
-        """
-        self._number += 1
-        self._send(Call(self._number, "check_health", []))
-        missing = set(range(self.world_size))
-        give_up = time.monotonic() + SECONDS_FOR_OTHERS if has_failed else float("inf")
-        while missing:
-            if time.monotonic() > give_up:
-                return False
-            for rank, message in self._read():
-                if message.number == self._number:
-                    missing.discard(rank)
-                elif isinstance(message, Failed):
-                    give_up = min(give_up, time.monotonic() + SECONDS_FOR_OTHERS)
-        self._is_settled = True
-        return True
-
-    def _read(self) -> list[tuple[int, Answer]]:
-        """Answers that have arrived or arrive soon, each with its rank."""
-        answers: list[tuple[int, Answer]] = []
-        for rank, message in self._workers.read(CHECK_SECONDS):
-            if isinstance(message, WorkerLog):
-                self._log(rank, message)
-            else:
-                answers.append((rank, message))
-        return answers
-
-    def _describe(self, rank: int, failure: Failed) -> str:
-        kind = "" if failure.error_type == DistributedError.__name__ else f"{failure.error_type}: "
-        return f"Rank {rank} of {self.world_size} failed: {kind}{failure.message}"
-
-    def _log(self, rank: int, message: WorkerLog) -> None:
-        """Log a text of several ranks once; below warnings, only those of rank 0."""
-        first = self._logged.setdefault(message.text, rank)
-        if first == rank and (rank == 0 or message.level >= logging.WARNING):
-            message.log("" if rank == 0 else f"Rank {rank}: ")

@@ -15,16 +15,17 @@ from msgspec.structs import astuple
 
 from minivllm.executor.processes import LogMessage, Message, plain_number
 from minivllm.request import EngineCoreRequest
-from minivllm.scheduler_output import ExecuteModelRequest, RankTiming, SequenceData, SequenceOutput, SequencePart
+from minivllm.scheduler_output import ExecuteModelRequest, Masks, RankTiming, SequenceData, SequenceOutput, SequencePart
 
 
 class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
     """The first message to a worker, a line of JSON on its standard input.
 
     Attributes:
-        configs: Pickled: the configs of the model, the cache, the scheduler and the worker.
+        configs: Pickled: the configs of the model, the cache, the scheduler and the worker, and the parallel config.
         parent: The executor's process.
-        group_memory: A file descriptor from `create_group_memory`.
+        group_memory: A file descriptor from `create_group_memory`, of this worker's stage.
+        pipeline_memory: One from `create_pipeline_memory`, of the workers with this one's place in their stages; -1 if there is one stage.
         group_port: A port of this machine for torch.distributed.
         inbox: Memory and waiting end of the queue that all workers read.
         outbox: Memory and ringing end of this worker's own queue.
@@ -35,6 +36,7 @@ class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
     world_size: int
     parent: int
     group_memory: int
+    pipeline_memory: int
     group_port: int
     inbox: tuple[int, int]
     outbox: tuple[int, int]
@@ -55,17 +57,26 @@ class Step(Message):
         number: Identifies the message; the answer repeats it.
         new_requests: New requests, by the numbers that stand for them from now on.
         forgotten: Numbers that are no longer used.
-        timed: Whether every rank answers, with its timing.
+        timed: Whether ranks answer with their timing.
+        masks_follow: Whether the step needs a `StepMasks`.
     """
 
     number: int
     new_requests: dict[int, EngineCoreRequest]
     forgotten: list[int]
     timed: bool
+    masks_follow: bool
     sequences: list[StepSequence]
     blocks_to_swap_out: list[tuple[int, int]]
     blocks_to_swap_in: list[tuple[int, int]]
     blocks_to_copy: list[tuple[int, int]]
+
+
+class StepMasks(Message):
+    """The masks of the step with this number, which comes before. It has no answer of its own."""
+
+    number: int
+    masks: Masks
 
 
 class Call(Message):
@@ -76,14 +87,23 @@ class Call(Message):
     arguments: list[Any]
 
 
-ToWorker = Step | Call
+Question = Step | Call
+"""What every rank answers, in the order in which they were sent."""
+ToWorker = Question | StepMasks
+
+
+class Kind(msgspec.Struct):
+    """The kind of a message to a worker, and its number, even if something else in it is wrong."""
+
+    type: str
+    number: int
 
 
 # -- from a worker ---------------------------------------------------------------------------------------------------
 
 
 class StepResult(Message):
-    """What rank 0 sampled. In a timed step every rank answers, with its timing."""
+    """What the rank that samples has sampled; others answer without outputs. With its timing after a timed step."""
 
     number: int
     outputs: list[SequenceOutput]
@@ -106,7 +126,9 @@ class Failed(Message):
 
 
 class WorkerLog(LogMessage):
-    """A log record of a worker."""
+    """A log record of a worker, while it was busy with the message of this number."""
+
+    number: int
 
 
 Answer = StepResult | CallResult | Failed
@@ -114,6 +136,7 @@ FromWorker = Answer | WorkerLog
 
 encode = msgspec.msgpack.Encoder(enc_hook=plain_number).encode
 decode_to_worker: Callable[[bytes], ToWorker] = msgspec.msgpack.Decoder(ToWorker).decode
+decode_kind: Callable[[bytes], Kind] = msgspec.msgpack.Decoder(Kind).decode
 decode_from_worker: Callable[[bytes], FromWorker] = msgspec.msgpack.Decoder(FromWorker).decode
 
 
@@ -129,7 +152,7 @@ class RequestLedger:
         """`id()` of a request to its number and itself; kept alive so that the id stays unique."""
         self._last_number = 0
 
-    def to_step(self, number: int, request: ExecuteModelRequest, timed: bool = False) -> Step:
+    def to_step(self, number: int, request: ExecuteModelRequest, timed: bool = False, masks_follow: bool = False) -> Step:
         """The message for a step."""
         new_requests: dict[int, EngineCoreRequest] = {}
         sequences = []
@@ -145,7 +168,8 @@ class RequestLedger:
         while len(self._known) > max(self._capacity, len(sequences)):
             forgotten.append(self._known.popitem(last=False)[1][0])
         return Step(
-            number, new_requests, forgotten, timed, sequences, request.blocks_to_swap_out, request.blocks_to_swap_in, request.blocks_to_copy
+            number, new_requests, forgotten, timed, masks_follow, sequences,
+            request.blocks_to_swap_out, request.blocks_to_swap_in, request.blocks_to_copy,
         )  # fmt: skip
 
 

@@ -16,8 +16,9 @@ from typing import NoReturn
 import psutil
 import torch
 
+from minivllm.config import ParallelConfig
 from minivllm.distributed.message_queue import QueueEnds, QueueReader, QueueWriter
-from minivllm.distributed.shared_memory import create_group_memory
+from minivllm.distributed.shared_memory import create_group_memory, create_pipeline_memory
 from minivllm.errors import EngineDeadError, WorkerKilledError
 from minivllm.executor.processes import describe_exit, may_come_from_outside, start_python
 from minivllm.executor.worker_messages import FromWorker, WorkerSetup, decode_from_worker
@@ -37,7 +38,7 @@ class WorkerProcesses:
 
     Args:
         configs: The pickled configs.
-        world_size: The number of workers.
+        parallel_config: How many workers there are, and how they are grouped.
 
     Attributes:
         processes: By rank.
@@ -47,8 +48,8 @@ class WorkerProcesses:
         on_failure: Called when a worker is found dead.
     """
 
-    def __init__(self, configs: bytes, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, configs: bytes, parallel_config: ParallelConfig) -> None:
+        self.world_size, self._parallel_config = parallel_config.world_size, parallel_config
         self.processes: list[subprocess.Popen[bytes]] = []
         self.are_ready = False
         self.inbox: QueueWriter
@@ -82,33 +83,35 @@ class WorkerProcesses:
             self._ended.wait(GRACE_SECONDS)
             raise (WorkerKilledError if self.was_killed else EngineDeadError)(self.failure)
 
-    def read(self, timeout: float) -> list[tuple[int, FromWorker]]:
-        """Messages of workers, each with its rank. Waits up to `timeout` seconds for the first.
+    def read(self, timeout: float, handle: Callable[[int, FromWorker], None]) -> None:
+        """Hand over messages of workers, each with its rank. Waits up to `timeout` seconds for the first.
+
+        After Ctrl-C in `handle` the next call hands the same message over again, so that none is lost.
 
         Raises:
             EngineDeadError: A worker has ended.
         """
         self.check()
-        messages = self._read_now()
-        if not messages:
+        if not self._read_now(handle):
             poll = select.poll()
             for outbox in self._outboxes:
                 poll.register(outbox.bell, select.POLLIN)
             poll.poll(1000 * timeout)
-            messages = self._read_now()
-        return messages
+            self._read_now(handle)
 
-    def _read_now(self) -> list[tuple[int, FromWorker]]:
-        """One message of each worker that has sent any."""
-        messages = []
+    def _read_now(self, handle: Callable[[int, FromWorker], None]) -> bool:
+        """Hand over one message of each worker that has sent any. Whether one has."""
+        has_read = False
         for rank, outbox in enumerate(self._outboxes):
             try:
-                data = outbox.read(0)
+                data = outbox.peek(0)
             except EOFError:
                 self.raise_failure(self._describe_end(rank))
             if data is not None:
-                messages.append((rank, decode_from_worker(data)))
-        return messages
+                handle(rank, decode_from_worker(data))
+                outbox.advance()
+                has_read = True
+        return has_read
 
     def find_ended(self, timeout: float = 0.0) -> str | None:
         """How a worker ended, if one does within `timeout` seconds."""
@@ -196,8 +199,7 @@ class WorkerProcesses:
     def _start(self, configs: bytes) -> None:
         num_threads = max(1, torch.get_num_threads() // self.world_size)
         with contextlib.ExitStack() as ours:  # closed here once the workers have inherited it
-            group_port, group_memory = _free_port(), create_group_memory(self.world_size)
-            ours.callback(os.close, group_memory)
+            group_port, memories = _free_port(), self._create_memories(ours)
             inbox = QueueEnds.create(self.world_size)
             rings = [ring for _, ring in inbox.bells]
             with inbox.closed_on_error():
@@ -211,9 +213,10 @@ class WorkerProcesses:
                 with outbox.closed_on_error():
                     self._outboxes.append(QueueReader(outbox.memory, answers))
                 ours.callback(outbox.close, but=[answers])
-                inherited = (group_memory, inbox.memory, wait, outbox.memory, answer)
+                shared = memories[rank]
+                inherited = (*(memory for memory in shared if memory >= 0), inbox.memory, wait, outbox.memory, answer)
                 setup = WorkerSetup(
-                    configs, rank, self.world_size, os.getpid(), group_memory, group_port, (inbox.memory, wait),
+                    configs, rank, self.world_size, os.getpid(), *shared, group_port, (inbox.memory, wait),
                     (outbox.memory, answer), logging.getLogger().getEffectiveLevel(),
                 )  # fmt: skip
                 process = start_python("minivllm.executor.worker_proc", setup, num_threads, inherited)
@@ -225,8 +228,31 @@ class WorkerProcesses:
             for process in self.processes:
                 process.kill()
 
+    def _create_memories(self, ours: contextlib.ExitStack) -> list[tuple[int, int]]:
+        """Of each rank, the memory that it shares with its stage, and the one with those at the same place in theirs; -1 if there is one stage."""
+
+        def create(function: Callable[[int], int], num_ranks: int) -> int:
+            memory = function(num_ranks)
+            ours.callback(os.close, memory)
+            return memory
+
+        tp_size, num_stages = self._parallel_config.tensor_parallel_size, self._parallel_config.pipeline_parallel_size
+        of_stages = [create(create_group_memory, tp_size) for _ in range(num_stages)]
+        across = [create(create_pipeline_memory, num_stages) if num_stages > 1 else -1 for _ in range(tp_size)]
+        return [(of_stages[rank // tp_size], across[rank % tp_size]) for rank in range(self.world_size)]
+
+    def stage_of(self, rank: int) -> int:
+        """The pipeline stage of a rank."""
+        return rank // self._parallel_config.tensor_parallel_size
+
+    def name(self, rank: int, *, of_all: bool = True, process: int | None = None) -> str:
+        """A rank in words: with how many there are, its stage if there are several, and its process if given."""
+        details = [f"stage {self.stage_of(rank)}"] if self._parallel_config.pipeline_parallel_size > 1 else []
+        details += [] if process is None else [f"process {process}"]
+        return f"Rank {rank}" + f" of {self.world_size}" * of_all + (f" ({', '.join(details)})" if details else "")
+
     def _name(self, rank: int) -> str:
-        return f"Rank {rank} of {self.world_size} (process {self.processes[rank].pid})"
+        return self.name(rank, process=self.processes[rank].pid)
 
     def _describe_end(self, rank: int) -> str:
         try:

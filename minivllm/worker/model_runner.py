@@ -233,6 +233,8 @@ class ModelRunner:
         """
         rows, hidden_rows, owners = _list_rows(sequences)
         chosen = self._choose(hidden, rows, hidden_rows) if rows else None
+        if rows:
+            self._remember(rows, chosen)
 
         def finish() -> list[SequenceOutput]:
             outputs = [SequenceOutput() for _ in sequences]
@@ -257,24 +259,30 @@ class ModelRunner:
         if self.model.choose is not None and type(self.sampler) is Sampler and can_choose_in_parts(rows):
             hidden = hidden if indices is None else hidden.index_select(0, indices)
             token_ids = self.model.choose(hidden, partial(choose_in_part, rows))
-            return None if token_ids is None else self._remember(rows, PendingTokens(token_ids))
+            return None if token_ids is None else PendingTokens(token_ids)
         logits = self.model.compute_logits(hidden)
         if logits is None:
             return None
         logits = logits if indices is None else logits.index_select(0, indices)
-        if self.recent_tokens is None:
+        try:
+            if self.recent_tokens is not None and type(self.sampler) is Sampler:
+                return self.sampler.launch(logits, rows)
             return self.sampler.sample(logits, rows)
-        if type(self.sampler) is Sampler:
-            return self._remember(rows, self.sampler.launch(logits, rows))
-        tokens = self.sampler.sample(logits, rows)
-        self._remember(rows, PendingTokens(self._tensor([token.token_id for token in tokens])))
-        return tokens
+        except Exception:
+            self._remember(rows, None)  # the other ranks wait for tokens
+            raise
 
-    def _remember(self, rows: list[SamplingRow], tokens: PendingTokens) -> PendingTokens:
-        """Keep a step's tokens on the device for placeholders in the next steps."""
-        if self.recent_tokens is not None:
-            self.recent_tokens.add({row.seq.seq_id: i for i, row in enumerate(rows)}, tokens.token_ids)
-        return tokens
+    def _remember(self, rows: list[SamplingRow], tokens: PendingTokens | list[SampledToken] | None) -> None:
+        """Keep a step's tokens on the device for placeholders in the next steps. Ranks that do not sample, and have None, get them."""
+        if self.recent_tokens is None:
+            return
+        if tokens is None:
+            token_ids = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+        elif isinstance(tokens, PendingTokens):
+            token_ids = tokens.token_ids
+        else:
+            token_ids = self._tensor([token.token_id for token in tokens])
+        self.recent_tokens.add({row.seq.seq_id: i for i, row in enumerate(rows)}, token_ids)
 
     def _prompt_logprobs(self, seq: SequenceData, hidden: Tensor) -> dict[int, dict[int, Logprob]]:
         """Log-probabilities of the prompt tokens that follow the computed ones, by their position in the prompt."""

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.distributed.parallel_state import GroupCoordinator, SingleRank
+
 _ALIGNMENT = 16
 
 
@@ -62,16 +64,18 @@ class HostCopy:
 class RecentTokens:
     """The tokens that the last few steps have sampled, on the device, by sequence: what placeholders stand for.
 
-    Only steps in flight are asked for, so nothing has to be forgotten when a sequence ends.
+    Only steps in flight are asked for, so nothing has to be forgotten when a sequence ends. One rank of a group samples, and all need the tokens.
     """
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, group: GroupCoordinator | None = None) -> None:
         self._steps: deque[tuple[dict[int, int], Tensor]] = deque(maxlen=num_steps)
         """Of each step, the newest first: the row of each sequence, and the tokens, `[rows]`."""
+        self._group = group or SingleRank()
 
     def add(self, rows: dict[int, int], token_ids: Tensor) -> None:
-        """Remember what a step has sampled: the row of each sequence in `token_ids`, `[rows]`."""
-        self._steps.appendleft((rows, token_ids))
+        """Remember what a step has sampled: the row of each sequence in `token_ids`, `[rows]`. On ranks that do not sample, its numbers
+        are replaced by those of rank 0."""
+        self._steps.appendleft((rows, self._group.broadcast(token_ids)))
 
     def fill_in(self, input_ids: Tensor, placeholders: dict[int, int]) -> None:
         """Replace placeholders in a step's input by the tokens that were sampled last for their sequences.

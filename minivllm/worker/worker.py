@@ -102,7 +102,7 @@ class Worker:
             hidden_size, dtype = self.model_config.hf_config["hidden_size"], self.platform.activation_dtype
             self.model_runner.stage = PipelineStage(self.pipeline, model.intermediate_names, hidden_size, dtype)
         elif self.scheduler_config.async_scheduling:
-            self.model_runner.recent_tokens = RecentTokens(MAX_STEPS_BEFORE)
+            self.model_runner.recent_tokens = RecentTokens(MAX_STEPS_BEFORE, self.group)
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """How many blocks fit on the device, and how many in the swap space on the host.

@@ -19,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from minivllm import LLM, SamplingParams, StaticBatchScheduler
 from minivllm.config import EngineArgs
-from minivllm.engine.llm_engine import LLMEngine
 from minivllm.request import Sequence
 from minivllm.worker.transfer import RecentTokens
 
@@ -118,12 +117,17 @@ def test_tokens_are_the_same_alone_and_in_any_workload(tiny_folder, tokens_alone
 
 @pytest.mark.slow
 @settings(max_examples=settings().max_examples // 5)
-@given(args=engine_arguments(), workload=st.lists(jobs(40, 2), min_size=2, max_size=8), num_in_flight=st.integers(2, 3))
-def test_tokens_are_the_same_with_several_steps_in_flight(tiny_folder, tokens_alone, args, workload, num_in_flight):
+@given(
+    args=engine_arguments(),
+    workload=st.lists(jobs(40, 2), min_size=2, max_size=8),
+    num_in_flight=st.integers(2, 3),
+    num_ranks=st.sampled_from([1, 1, 2]),
+)
+def test_tokens_are_the_same_with_several_steps_in_flight(tiny_folder, tokens_alone, args, workload, num_in_flight, num_ranks):
     args |= {"scheduler_cls": None, "async_scheduling": True, "enforce_eager": True}
     args["num_speculative_tokens"] = args["num_speculative_tokens"] if num_in_flight == 3 else 0
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(str(tiny_folder), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, **args)
+    engine = engine_on_threads(
+        EngineArgs(str(tiny_folder), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, **args), num_ranks
     )
     engine.executor.max_concurrent_batches = num_in_flight
     if args["num_speculative_tokens"]:

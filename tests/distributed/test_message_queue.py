@@ -102,3 +102,50 @@ def test_a_reader_notices_that_the_process_of_the_writer_was_killed():
         reader.read(30)
     process.wait()
     reader.close()
+
+
+@given(st.lists(SIZES, max_size=6))
+def test_a_message_that_was_only_looked_at_comes_again(sizes):
+    writer, (reader,) = make_queue(1)
+    messages = [bytes([i % 251]) * size for i, size in enumerate(sizes)]
+    thread = threading.Thread(target=lambda: [writer.write(message) for message in messages])
+    thread.start()
+    for message in messages:
+        assert reader.peek(30) == reader.peek(30) == message
+        reader.advance()
+    thread.join()
+    assert reader.peek(0) is None
+    writer.close()
+    reader.close()
+
+
+def test_a_writer_can_do_something_else_while_the_ring_is_full():
+    writer, (reader,) = make_queue(1)
+    for _ in range(NUM_SLOTS):
+        writer.write(b"x")
+    calls = []
+
+    def read_after_three():
+        calls.append(None)
+        if len(calls) == 3:
+            reader.read(0)
+
+    writer.write(b"one more", while_full=read_after_three)
+    assert len(calls) == 3
+    writer.close()
+    reader.close()
+
+
+def test_a_mark_overtakes_messages():
+    writer, (reader, other) = make_queue(2)
+    for _ in range(NUM_SLOTS):
+        writer.write(b"x")
+    assert not reader.wait_for_mark(5, 0.01)
+    threading.Timer(0.05, writer.set_mark, [5]).start()
+    assert reader.wait_for_mark(5, 30) and other.wait_for_mark(4, 30)
+    assert reader.read(0) == b"x", "messages stay"
+    threading.Timer(0.05, writer.close).start()
+    with pytest.raises(EOFError):
+        reader.wait_for_mark(6, 30)
+    reader.close()
+    other.close()

@@ -92,7 +92,6 @@ class Tensor:
 @pytest.mark.parametrize(
     ("args", "cause"),
     [
-        ({"tensor_parallel_size": 2}, "workers in processes of their own take one step at a time"),
         ({"scheduler_cls": StaticBatchScheduler}, "scheduler_cls is StaticBatchScheduler, which is no AsyncScheduler"),
         ({"block_space_manager_cls": BlockSpaceManager}, "block_space_manager_cls is BlockSpaceManager, which may not know"),
     ],

@@ -55,6 +55,21 @@ def alone(tiny_llama):
     return LLM(tiny_llama, skip_tokenizer_init=True, num_gpu_blocks_override=300)
 
 
+@pytest.mark.long
+def test_replicas_of_pipeline_stages_give_the_tokens_of_one_worker(tiny_llama, alone):
+    engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama, pipeline_parallel_size=2))
+    try:
+        prompts, params = workload(12)
+
+        async def run():
+            return await asyncio.gather(*[collect(engine, *request) for request in zip(prompts, params, strict=True)])
+
+        for found, expected in zip(asyncio.run(run()), alone.generate(prompts, params, use_tqdm=False), strict=True):
+            assert [each.token_ids for each in found.outputs] == [each.token_ids for each in expected.outputs]
+    finally:
+        engine.shutdown()
+
+
 def workload(size, seed=0):
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, 320) for _ in range(rng.randint(1, 60))] for _ in range(size)]

@@ -22,6 +22,17 @@ class FailingBackend(TorchAttentionBackend):
         return super().forward(*arguments)
 
 
+class FailingOnceBackend(FailingBackend):
+    """Fails once: the process could go on, while others still wait for it in the step that failed."""
+
+    def forward(self, *arguments):
+        try:
+            return super().forward(*arguments)
+        except ZeroDivisionError:
+            Path(os.environ["FAILING_PROCESS"]).unlink()
+            raise
+
+
 class FailingSampler(Sampler):
     """Fails for requests whose seed is 13, on the one rank that samples; kills its process for seed 14, and is slow for 15."""
 
