@@ -9,7 +9,7 @@ import functools
 import hashlib
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,17 +38,17 @@ class Filters(NamedTuple):
     def of(cls, params: list[SamplingParams], vocab_size: int, device: torch.device) -> Filters:
         """The filters of rows with these parameters."""
 
-        def column(values: Sequence[Any], is_wanted: Callable[[Any], bool]) -> Tensor | None:
-            return to_device(values, device).unsqueeze(1) if any(map(is_wanted, values)) else None
+        def column(values: list[Any]) -> Tensor:
+            return to_device(values, device).unsqueeze(1)
 
-        temperature = to_device([p.temperature for p in params], device).unsqueeze(1)
+        min_ps, top_ps = [p.min_p for p in params], [p.top_p for p in params]
         top_ks = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
         return cls(
-            temperature,
-            column([p.min_p for p in params], lambda min_p: min_p > 0),
-            column(top_ks, lambda top_k: top_k < vocab_size),
-            max((top_k for top_k in top_ks if top_k < vocab_size), default=0),
-            column([p.top_p for p in params], lambda top_p: top_p < 1),
+            temperature=column([p.temperature for p in params]),
+            min_p=column(min_ps) if max(min_ps) > 0 else None,
+            top_k=column(top_ks) if min(top_ks) < vocab_size else None,
+            highest_top_k=max((top_k for top_k in top_ks if top_k < vocab_size), default=0),
+            top_p=column(top_ps) if min(top_ps) < 1 else None,
         )
 
 
