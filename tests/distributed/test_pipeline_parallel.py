@@ -21,6 +21,8 @@ from minivllm.errors import ConfigError, ModelLoadError
 from minivllm.layers.platform import Platform
 from minivllm.models.stages import own_layers
 from minivllm.models.weights import load_model
+from minivllm.request import EngineCoreRequest
+from minivllm.scheduler_output import ExecuteModelRequest, SequenceData
 from minivllm.worker.worker import Worker
 
 NUM_LAYERS = 5
@@ -353,6 +355,26 @@ def test_a_step_that_fails_on_one_stage_fails_alone(folders, failing, where, mon
         range(failing + 1, 3), f"StageError: Stage {failing} of 3 (rank {failing}) failed: ValueError: boom"
     )
     assert generate(engine, PROMPTS, GREEDY) == expected
+
+
+def test_where_there_is_nothing_to_compute_stages_tell_each_other_nothing(folders, monkeypatch):
+    """A step that only moves blocks, and fails, concerns no other stage, and leaves nothing behind for the next step."""
+    first, last = make_workers(folders["llama"], 2)
+    for worker in (first, last):
+        worker.load_model()
+        worker.initialize_cache(4, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(first.cache_engine, "copy", boom)
+        with pytest.raises(ValueError, match="boom"):
+            first.execute_model(ExecuteModelRequest([]))
+    request = EngineCoreRequest("0", [5, 6, 7], SamplingParams(temperature=0), max_num_tokens=8)
+    step = ExecuteModelRequest(
+        [SequenceData(request, 0, 0, [5, 6, 7], 0, [0], 0, [], num_samples=1, num_drafts=0, is_decode=False)]
+    )
+    assert first.execute_model(step) == []
+    (output,) = last.execute_model(step)
+    assert len(output.token_ids) == 1
+    assert first.execute_model(ExecuteModelRequest([])) == last.execute_model(ExecuteModelRequest([])) == []
 
 
 def test_what_stages_send_is_timed(folders):
