@@ -9,6 +9,8 @@ preparation, updates, outputs. Times are of the processor, of one thread, so tha
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import statistics
 import time
 from collections import defaultdict
@@ -22,12 +24,15 @@ from stopwatch import Stopwatch
 from torch import Tensor
 
 from minivllm.bench.report import format_table, report
-from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
+from minivllm.config import CacheConfig, EngineArgs, ModelConfig, SchedulerConfig
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.core_messages import decode_from_core, encode
+from minivllm.engine.detokenizer import IncrementalDetokenizer
+from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core import EngineCore
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.engine.output_processor import OutputProcessor, RequestState
+from minivllm.engine.output_processor import OutputProcessor
+from minivllm.engine.tokenizer import Tokenizer
 from minivllm.executor.base import Executor
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.models.base import CausalLM
@@ -43,9 +48,11 @@ PARTS = {
     "sample": [(ModelRunner, "_sample")],
     "update": [(Scheduler, "update")],
     "outputs of the core": [(EngineCore, "update"), (EngineCore, "report")],
-    "outputs": [(OutputProcessor, "process_outputs"), (RequestState, "make_output")],
+    "outputs": [(LLMEngine, "step"), (OutputProcessor, "process_outputs")],
+    "other": [(EngineCore, "step")],
 }
-"""The methods whose own time, without that of methods further up or down in this table, counts for a part."""
+"""The methods whose own time, without that of methods further up or down in this table, counts for a part. Each is called once or twice in a
+step, or the stopwatch would measure itself."""
 
 
 class NoModel(CausalLM):
@@ -93,7 +100,11 @@ def make_engine(num_seqs: int, num_steps: int) -> LLMEngine:
 
 
 def measure(num_seqs: int, temperature: float, num_steps: int = 120) -> dict[str, float]:
-    """Milliseconds of a decode step by part, medians over the steps; "a step" is without the stopwatch, "messages" is to a frontend elsewhere and back."""
+    """Milliseconds of a decode step by part, medians over the steps.
+
+    "a step" is without the stopwatch, and of token ids alone; "text" is what the text of its tokens would add, and "messages" what a core in a
+    process of its own would.
+    """
     params = SamplingParams(temperature=temperature, max_tokens=num_steps, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     totals: list[float] = []
     parts: dict[str, list[float]] = defaultdict(list)
@@ -116,12 +127,33 @@ def measure(num_seqs: int, temperature: float, num_steps: int = 120) -> dict[str
                 totals += [] if is_timed else [time.thread_time() - begin]
                 for part, seconds in watch.take()[0].items():
                     parts[part] += [seconds] if is_timed else []
-    result = {part: 1e3 * statistics.median(parts[part]) for part in [*PARTS, "other"]}
-    return {"a step": 1e3 * statistics.median(totals), **result, "messages": _measure_messages(num_seqs, params)}
+    result = {part: 1e3 * statistics.median(parts[part]) for part in PARTS}
+    beside = {"text": _measure_text(num_seqs), "messages": _measure_messages(num_seqs, params)}
+    return {"a step": 1e3 * statistics.median(totals), **result, **beside}
 
 
 def _as_method(function: Callable) -> Callable:
     return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+
+
+@functools.cache
+def load_tokenizer() -> Tokenizer:
+    """The default model's."""
+    return EngineConfig.from_engine_args(EngineArgs()).load_tokenizer()
+
+
+def _measure_text(num_seqs: int) -> float:
+    """Milliseconds to add a token to so many texts, which begin at different places of this repository's README."""
+    tokenizer, seconds = load_tokenizer(), []
+    token_ids = tokenizer.encode((Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"))
+    texts = [IncrementalDetokenizer(tokenizer, token_ids[:8], SamplingParams()) for _ in range(num_seqs)]
+    for step in range(40):
+        new = [token_ids[(17 * place + step) % len(token_ids)] for place in range(num_seqs)]
+        begin = time.thread_time()
+        for text, token_id in zip(texts, new, strict=True):
+            text.update(token_id)
+        seconds.append(time.thread_time() - begin)
+    return 1e3 * statistics.median(seconds)
 
 
 def _measure_messages(num_seqs: int, params: SamplingParams) -> float:
@@ -148,6 +180,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # as servers do, or the garbage collector would look through all that is loaded now and then
     runs = {(count, t): measure(count, t) for t in arguments.temperature for count in arguments.sequences}
     headers = ("ms of a decode step", *[f"{count} at {t:g}" for count, t in runs])
     parts = list(next(iter(runs.values())))

@@ -2,19 +2,23 @@
 
 python benchmarks/pipeline.py --json pipeline.json
 python benchmarks/pipeline.py --plot docs/pipeline.png    # only draws
+python benchmarks/pipeline.py --model smollm2-135m --json pipeline_model.json    # workers in processes
 
-The engine schedules as ever. The device's stages have equal parts of the model, and the host takes no time.
+On the simulated device the engine schedules as ever, the stages have equal parts of the model, and the host takes no time. With a model, the same requests
+run on one worker, on two that share each layer, and on two stages.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from minivllm import LLM
 from minivllm.bench.report import format_table, report
 from minivllm.core.pipeline_scheduler import PipelineScheduler
 from minivllm.engine.trace import EngineTrace
@@ -117,13 +121,63 @@ def draw(num_stages: int, num_requests: int) -> Figure:
     return draw_stages(traces, first=60, num_steps=12)
 
 
+@dataclass(frozen=True)
+class ModelRun:
+    """Requests on a model. `busy` is what each rank computes of its steps' time, without communication and waits."""
+
+    workers: str
+    tokens_per_second: float
+    busy: list[float]
+
+
+WORKERS = {
+    "one": {},
+    "two that share each layer": {"tensor_parallel_size": 2},
+    "two stages": {"pipeline_parallel_size": 2},
+}
+
+
+def measure_model(model: str, num_requests: int, num_rounds: int = 3) -> list[ModelRun]:
+    """The best of some rounds with each kind of workers. Tokens must be the same."""
+    rng, runs, expected = random.Random(0), [], None
+    prompts = [[rng.randrange(100, 20_000) for _ in range(rng.randint(20, 60))] for _ in range(num_requests)]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    for name, options in WORKERS.items():
+        llm = LLM(model, kv_cache_memory_bytes=2**29, skip_tokenizer_init=True, max_model_len=256, **options)
+        rates = []
+        for _ in range(num_rounds):
+            trace, start = llm.llm_engine.start_trace(), time.perf_counter()
+            outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            rates.append(sum(map(len, outputs)) / (time.perf_counter() - start))
+            expected = expected or outputs
+            if outputs != expected:
+                raise SystemExit(f"Workers: {name}. Other tokens than with one.")
+        busy = stage_utilisation(trace) if trace[0].ranks else []
+        runs.append(ModelRun(name, max(rates), busy))
+        llm.llm_engine.engine_core.shutdown()
+    return runs
+
+
+def format_model_runs(runs: list[ModelRun]) -> str:
+    """The measurements as a table of text."""
+    rows = [(run.workers, f"{run.tokens_per_second:,.0f}", ", ".join(f"{share:.2f}" for share in run.busy)) for run in runs]
+    return format_table(("workers", "tokens/s", "each rank busy"), rows, left=1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="numbers of stages (default: %(default)s)")
     parser.add_argument("--num-requests", type=int, default=32, help="requests (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the first number of stages")
+    parser.add_argument("--model", metavar="MODEL", help="run this model in worker processes, instead of a simulated device")
     arguments = parser.parse_args()
+    if arguments.model:
+        title = f"{arguments.num_requests} requests on {arguments.model}"
+        model_runs = measure_model(arguments.model, arguments.num_requests)
+        results = {"results": [vars(each) for each in model_runs]}
+        report(title, format_model_runs(model_runs), results, file=arguments.json)
+        return
     if arguments.plot:
         draw(arguments.stages[0], arguments.num_requests).savefig(arguments.plot, dpi=100)
         return

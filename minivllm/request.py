@@ -107,7 +107,7 @@ class Grammar(Protocol):
         """A copy that advances on its own."""
 
 
-_UNFINISHED = (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
+_UNFINISHED = (SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -173,7 +173,7 @@ class Sequence:
     @property
     def finish_reason(self) -> str | None:
         """ "stop", "length", "abort" or "error"; None while unfinished."""
-        return self.status.value if self.finished else None
+        return None if self.status in _UNFINISHED else self.status.value
 
     def fork(self, seq_id: int, index: int) -> Sequence:
         """A sibling with the same tokens, computed up to the same point."""

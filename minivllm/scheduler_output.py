@@ -140,7 +140,7 @@ class ScheduledSequence(msgspec.Struct, gc=False):
     def to_data(self) -> SequenceData:
         """The part that goes to the workers."""
         seq, drafts, num_tokens = self.seq, self.draft_token_ids, self.num_tokens
-        start, request = seq.num_computed_tokens, seq.request.data
+        start, request, num_output_tokens = seq.num_computed_tokens, seq.request.data, seq.num_output_tokens
         token_ids = seq.token_ids[start : start + num_tokens - len(drafts)]
         token_ids += drafts
         if len(token_ids) < num_tokens:  # the newest token is still being sampled
@@ -152,11 +152,11 @@ class ScheduledSequence(msgspec.Struct, gc=False):
             token_ids,
             start,
             self.block_table,
-            seq.num_output_tokens,
+            num_output_tokens,
             seq.output_token_ids if request.sampling_params.needs_output_tokens else [],
             1 + seq.num_unforked_siblings if self.needs_sampling else 0,
             len(drafts),
-            self.is_decode,
+            num_output_tokens > 0 and num_tokens == 1 + len(drafts),  # `is_decode`
         )
 
 

@@ -111,7 +111,7 @@ class BlockSpaceManager:
         """Whether `append_slots(seq)` would find enough blocks."""
         num_tokens, num_blocks = seq.num_tokens, len(self.block_tables[seq.seq_id])
         if num_tokens <= num_blocks * self.block_size:  # the common case: room in the last block; at most a copy of it is needed
-            return not self._must_copy(seq) or self.gpu_allocator.num_free > 0
+            return self.gpu_allocator.num_free > 0 or not self._must_copy(seq)
         return self.gpu_allocator.num_free >= self.num_blocks_for(num_tokens) - num_blocks
 
     def append_slots(self, seq: Sequence) -> tuple[int, int] | None:

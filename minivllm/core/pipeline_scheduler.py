@@ -14,7 +14,7 @@ from minivllm.config import SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
-from minivllm.request import Sequence
+from minivllm.request import Sequence, SequenceStatus
 from minivllm.scheduler_output import SchedulerOutput
 
 
@@ -29,13 +29,14 @@ class PipelineScheduler(AsyncScheduler):
     def schedule(self) -> SchedulerOutput:
         """Decide the next step, of sequences that are in no other, and of no more than its share. None may be ready."""
         num_decoding = sum(seq.num_uncomputed_tokens <= 1 for seq in self.running) + len(self.swapped)
+        num_beginning = sum(seq.num_tokens_in_flight > 1 for seq in self.running)  # in the steps before
         num_free_seats = self.config.max_num_seqs - self.num_running
         self._may_decode = self._share(num_decoding)
-        self._may_begin = self._share(min(len(self.waiting), num_free_seats))
+        self._may_begin = self._share(num_beginning + min(len(self.waiting), num_free_seats))
         return super().schedule()
 
     def _share(self, num_seqs: int) -> int:
-        """The largest batch, if as many sequences are divided among the stages."""
+        """The size of the largest batch when so many sequences are divided among the stages."""
         return max(1, -(-num_seqs // self.config.pipeline_parallel_size))
 
     def needs_known_tokens(self, seq: Sequence) -> bool:
@@ -47,7 +48,9 @@ class PipelineScheduler(AsyncScheduler):
 
         The chunks of a prompt follow each other in successive steps, as they need no token that has to be sampled.
         """
-        if seq.num_placeholders or (seq.num_uncomputed_tokens <= 1 and self._may_decode <= 0):
+        if seq.num_placeholders:
+            return False
+        if seq.status is not SequenceStatus.WAITING and seq.num_uncomputed_tokens <= 1 and self._may_decode <= 0:
             return False
         return super().is_ready(seq)
 

@@ -318,7 +318,11 @@ class Scheduler:
         self.block_manager.cache_full_blocks(seq)
         if not result.token_ids:  # a chunk in the middle of a prompt
             return []
-        siblings = [seq, *self._fork_siblings(seq)] if seq.num_unforked_siblings else [seq]
+        if not seq.num_unforked_siblings:
+            (token_id,) = result.token_ids
+            self._append_token(seq, token_id)
+            return [seq]
+        siblings = [seq, *self._fork_siblings(seq)]
         for sibling, token_id in zip(siblings, result.token_ids, strict=True):
             self._append_token(sibling, token_id)
         return siblings

@@ -140,11 +140,6 @@ class TorchPipeline(PipelineGroup):
             ) from error
 
 
-def join_group(rank: int, world_size: int, device: torch.device, memory: int, port: int) -> GroupCoordinator:
-    """The group of all ranks of a model without stages: see `join_groups`."""
-    return join_groups(rank, ParallelConfig(tensor_parallel_size=world_size), device, memory, -1, port)[0]
-
-
 def join_groups(
     rank: int, parallel_config: ParallelConfig, device: torch.device, group_memory: int, pipeline_memory: int, port: int
 ) -> tuple[GroupCoordinator, PipelineGroup]:

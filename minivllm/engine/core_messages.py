@@ -341,6 +341,4 @@ def make_output(
 ) -> EngineCoreOutput:
     """What to tell the frontend about a request."""
     data, metrics = request.data, request.metrics.copy()
-    return EngineCoreOutput(
-        data.request_id, data.number, sequences, finished, metrics, error=error, client_index=data.client_index
-    )
+    return EngineCoreOutput(data.request_id, data.number, sequences, finished, metrics, None, error, data.client_index)

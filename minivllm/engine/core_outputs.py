@@ -42,31 +42,39 @@ class CoreOutputs:
         new_tokens: dict[Request, list[NewTokens]] = {}
         errors = dict(errors)
         for seq, i in advanced:
-            if seq.request.metrics.first_token_time is None:
-                seq.request.metrics.first_token_time = now
-            item, result = step[i]
-            new_tokens.setdefault(seq.request, []).append(self._take_new_tokens(seq, item.seq, result))
+            request, (item, result) = seq.request, step[i]
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
+            new = self._take_new_tokens(seq, item.seq, result)
+            if request in new_tokens:
+                new_tokens[request].append(new)
+            else:
+                new_tokens[request] = [new]
             if seq.grammar is not None and seq.grammar.error:
-                errors.setdefault(seq.request, f"structured_outputs cannot go on: {seq.grammar.error}")
+                errors.setdefault(request, f"structured_outputs cannot go on: {seq.grammar.error}")
         prompt_logprobs: dict[Request, dict[int, dict[int, Logprob]]] = {}
         for item, result in step:
+            if not result.prompt_logprobs:
+                continue
             request = item.seq.request
-            if result.prompt_logprobs and (request in new_tokens or request.request_id in unfinished):
+            if request in new_tokens or request.request_id in unfinished:
                 new_tokens.setdefault(request, [])  # none after a chunk in the middle of the prompt
                 prompt_logprobs[request] = result.prompt_logprobs
         for request, sequences in new_tokens.items():
-            if request.finished:
+            finished = request.finished
+            if finished:
                 request.metrics.finished_time = now
-            output = make_output(request, sequences, request.finished, errors.get(request))
+            output = make_output(request, sequences, finished, errors.get(request))
             output.prompt_logprobs = prompt_logprobs.get(request)
             self.waiting.append(output)
 
     def _take_new_tokens(self, seq: Sequence, parent: Sequence, result: SequenceOutput) -> NewTokens:
         """A sequence's new tokens. A result has one for each sibling forked from `parent`; or, with drafts, several for one sequence."""
-        token_ids = seq.take_new_tokens()
+        token_ids, logprobs = seq.take_new_tokens(), None
         self.num_generated_tokens += len(token_ids)
-        first = seq.index - parent.index
-        logprobs = result.logprobs[first : first + len(token_ids)] if result.logprobs else None
+        if result.logprobs:
+            first = seq.index - parent.index
+            logprobs = result.logprobs[first : first + len(token_ids)]
         return NewTokens(seq.index, token_ids, logprobs, seq.finish_reason, seq.stop_reason)
 
     def add_failure(self, request: Request, indices: Iterable[int], error: str, now: float) -> None:

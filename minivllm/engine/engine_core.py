@@ -10,12 +10,13 @@ With an `AsyncScheduler`, several steps are in flight: the next ones are schedul
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
@@ -57,21 +58,27 @@ class EngineCore:
         self.executor, self.clock = executor, clock
         self.num_gpu_blocks, num_cpu_blocks = executor.determine_num_available_blocks()
         executor.initialize_cache(self.num_gpu_blocks, num_cpu_blocks)
-        options: dict[str, Any] = {
-            "watermark": cache_config.watermark,
-            "enable_prefix_caching": cache_config.enable_prefix_caching,
-        }
-        self.block_manager = block_space_manager_cls(cache_config.block_size, self.num_gpu_blocks, num_cpu_blocks, **options)
+        self._make_block_manager = partial(
+            block_space_manager_cls,
+            cache_config.block_size,
+            self.num_gpu_blocks,
+            num_cpu_blocks,
+            watermark=cache_config.watermark,
+            enable_prefix_caching=cache_config.enable_prefix_caching,
+        )
+        self.block_manager: BlockSpaceManager = self._make_block_manager()
         self.scheduler = scheduler_cls(scheduler_config, self.block_manager)
         self.num_requests = self.num_steps = 0  # so far
         self.num_preemptions = 0
         """How often a sequence lost its cache blocks."""
         self.has_failed: bool | None = None
-        """Whether the model failed in the last `step`; None if no step ended there but such as nobody waits for."""
+        """Whether the model failed in the last `step`; None if no step ended there, or only steps that nobody waits for."""
         self.structured_outputs = StructuredOutputManager(model_config)
         """Requests wait here until their grammars are compiled."""
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
         """Steps that were launched and not collected yet, the oldest first."""
+        self._is_settled = True
+        """Whether queues and tables are as a step should leave them, though it was interrupted."""
         self._recorder: TraceRecorder | None = None
         self.outputs = CoreOutputs()
         """What `report` returns next."""
@@ -195,10 +202,20 @@ class EngineCore:
     def step(self) -> EngineCoreOutputs:
         """Schedule and launch steps until enough are in flight; then wait for the oldest, update, report.
 
-        If the model fails, the requests of the step finish with an error, and the others go on. After Ctrl-C in the model, the next
-        step reports the requests that it ended.
+        If the model fails, the requests of the step finish with an error, and the others go on. After Ctrl-C, the next step reports the requests
+        that it ended: those of the step that was launched or waited for; or all, if queues and tables may be half changed.
         """
-        self.has_failed = None
+        self.has_failed, self._is_settled = None, False
+        try:
+            timestamp = self._advance()
+        except KeyboardInterrupt:
+            if not self._is_settled:
+                self._start_over()
+            raise
+        return self.report(timestamp)
+
+    def _advance(self) -> float | None:
+        """Launch steps, and finish the oldest. Returns when the model had finished that; None if it failed, or there is none."""
         while len(self._in_flight) < self.max_concurrent_batches and (scheduled := self.schedule()) is not None:
             try:
                 pending = self.launch(scheduled)
@@ -207,7 +224,7 @@ class EngineCore:
             except BaseException as error:
                 self._fail_step(scheduled, error)
             self._in_flight.append((scheduled, pending))
-        return self.report(self._finish_oldest() if self._in_flight else None)
+        return self._finish_oldest() if self._in_flight else None
 
     def _finish_oldest(self) -> float | None:
         """Wait for the oldest step in flight, and update. Returns when the model had finished; None if it failed."""
@@ -218,12 +235,7 @@ class EngineCore:
             self._fail_step(scheduled, error)
             return None
         now = self.clock()
-        try:
-            self.update(scheduled, results, now)
-        except KeyboardInterrupt as error:
-            if self.max_concurrent_batches > 1:  # else it is computed again
-                self._fail_step(scheduled, error)
-            raise
+        self.update(scheduled, results, now)
         self.has_failed = bool(self.has_failed)
         return now
 
@@ -335,7 +347,25 @@ class EngineCore:
         if self._recorder is not None:
             self._recorder.end_step(scheduled, requests, now, self.executor.take_timing(), error=cause)
         if not isinstance(error, Exception):
+            self._is_settled = True
             raise error
+
+    def _start_over(self) -> None:
+        """After Ctrl-C between the model's steps: end all requests, and begin anew with empty queues and an empty cache."""
+        requests, in_flight = list(self.scheduler.requests.values()), list(self._in_flight)
+        self._in_flight.clear()
+        self.block_manager = self._make_block_manager()
+        self.scheduler = type(self.scheduler)(self.scheduler_config, self.block_manager)
+        for request in requests:
+            ended = [seq for seq in request.sequences if not seq.finished]
+            for seq in ended:
+                seq.status = SequenceStatus.FINISHED_ERROR
+            self.outputs.add_failure(request, [seq.index for seq in ended], "The engine was interrupted.", self.clock())
+        if self._recorder is not None:
+            self._recorder.start_over(requests, self.block_manager)
+        for _, pending in in_flight:  # nobody needs their results, but the next step begins when they have ended
+            with contextlib.suppress(Exception):
+                pending()
 
     # -- traces --------------------------------------------------------------------------------------------------
 

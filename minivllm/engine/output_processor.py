@@ -109,6 +109,7 @@ class RequestState:
         self.finished = False
         self.engine_index = 0
         self.texts: dict[int, SequenceText] = {}
+        self._is_delta = self.params.output_kind is RequestOutputKind.DELTA
         self._tokenizer, self._detokenizer_cls = tokenizer, detokenizer_cls
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if self.params.prompt_logprobs is not None:
@@ -141,7 +142,8 @@ class RequestState:
                 text.output.finish_reason, text.output.stop_reason = new.finish_reason, reason
                 if isinstance(reason, str) and self.params.include_stop_str_in_output:
                     text.output.text += reason
-        self.metrics, self.error = output.metrics, self.error or output.error
+        self.metrics = output.metrics
+        self.error = self.error or output.error
         self.finished = output.finished or (has_ended and self._all_have_ended())
         if self.finished and self.metrics.finished_time is None:
             self.metrics.finished_time = timestamp
@@ -155,7 +157,7 @@ class RequestState:
         last = len(new.token_ids) - 1
         for i, token_id in enumerate(new.token_ids):
             visible = True
-            if i == last and new.finish_reason == "stop" and token_id in self.request.stop_reasons:  # not ended by a grammar
+            if new.finish_reason == "stop" and i == last and token_id in self.request.stop_reasons:  # not ended by a grammar
                 visible = self.params.include_stop_str_in_output
             stop = text.add(token_id, new.logprobs[i] if new.logprobs else None, visible)
             if stop is not None:
@@ -179,8 +181,7 @@ class RequestState:
 
     def make_output(self) -> RequestOutput:
         """Everything so far; or, for `RequestOutputKind.DELTA`, what is new since the last call."""
-        is_delta = self.params.output_kind is RequestOutputKind.DELTA
-        completions = []
+        is_delta, completions = self._is_delta, []
         for text in self.texts.values() if len(self.texts) == 1 else [self.texts[index] for index in sorted(self.texts)]:
             completion = text.take_new() if is_delta else text.copy()
             if completion is not None:
@@ -247,9 +248,10 @@ class OutputProcessor:
                 continue  # aborted meanwhile
             state.engine_index = outputs.engine_index
             has_new, stopped = state.add(output, outputs.timestamp)
-            processed.stopped += stopped
+            if stopped:
+                processed.stopped += stopped
             if state.finished:
                 del self.states[output.request_id]
-            if state.finished or has_new:
+            if has_new or state.finished:
                 processed.updated.append(state)
         return processed

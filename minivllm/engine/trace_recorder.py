@@ -134,6 +134,13 @@ class TraceRecorder:
         self._takes_snapshots = self._describes_all = True
         self._to_snapshot = list(requests)
 
+    def start_over(self, requests: Iterable[Request], block_manager: BlockSpaceManager) -> None:
+        """These requests have ended with everything that was in flight, and the blocks are managed anew."""
+        for request in requests:
+            self.abort_request(request)
+        self._pending.clear()
+        self._block_manager = block_manager
+
     def abort_request(self, request: Request) -> None:
         """A request has been aborted between two steps."""
         self._aborted.append(self._names.get(request.request_id, request.request_id))

@@ -3,7 +3,7 @@
 A small model's decode step is hundreds of short kernels, and Python takes about as long to launch one as the processor takes to run it. So
 `kernels.cpu.decoder_layer` has the same kernels behind fewer calls:
 
-- all layers and the last norm as one call, where a single rank has the whole model, and all its layers are alike;
+- all layers, of the model or of a pipeline stage, and the last norm as one call, where they are alike and a single rank has them;
 - otherwise each half of a layer, attention up to `o_proj` and the MLP up to `down_proj`, as one call. Between two of them the ranks of
   a tensor-parallel group sum their results. A half that has no compiled form runs as it is written: attention with normalized
   queries and keys (Qwen3), or with a backend of the user's own.
@@ -112,14 +112,23 @@ class CompiledLlama:
         if self.has_changed():
             self._compile()
         model = self.model
-        if self.all_layers is not None:
-            return self.all_layers(model.embed_tokens(input_ids), positions, kv_caches, metadata)
         if not self.halves:
             return LlamaModel.forward(model, input_ids, positions, kv_caches, metadata, intermediate_tensors)
         if intermediate_tensors is None:
             x, residual = model.embed_tokens(input_ids), None
         else:
             x, residual = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
+        if self.all_layers is not None:
+            x, residual = self.all_layers(x, residual, positions, kv_caches, metadata)
+        else:
+            x, residual = self._run_layers(x, residual, positions, kv_caches, metadata)
+        return x if residual is None else IntermediateTensors({"hidden_states": x, "residual": residual})
+
+    def _run_layers(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor | None]:
+        """One after the other, and the last norm, if this stage has it. Returns as `CompiledLayers`."""
+        model = self.model
         for layer, (attention, mlp), kv_cache in zip(own_layers(model.layers), self.halves, kv_caches, strict=True):
             if attention is not None:
                 x, residual = attention(x, residual, positions, kv_cache, metadata)
@@ -131,9 +140,7 @@ class CompiledLlama:
             else:
                 x, residual = layer.post_attention_layernorm.add_and_norm(x, residual)
                 x = layer.mlp(x)
-        if not model.stage.is_last:
-            return IntermediateTensors({"hidden_states": x, "residual": residual})
-        return model.norm.add_and_norm(x, residual)[0]
+        return (model.norm.add_and_norm(x, residual)[0], None) if model.stage.is_last else (x, residual)
 
     def _compile(self) -> None:
         """Find out what can be compiled of the model as it is now."""
@@ -146,8 +153,9 @@ class CompiledLlama:
             self.halves = [
                 (_compile_attention(layer, kernels), _compile_mlp(layer, kernels)) for layer in own_layers(self.model.layers)
             ]
-            if self.platform.group.world_size == 1 and self.model.stage.world_size == 1:
-                self.all_layers = CompiledLayers.of(self.halves, self.model.norm, kernels)
+            if self.platform.group.world_size == 1:
+                norm = self.model.norm if self.model.stage.is_last else None
+                self.all_layers = CompiledLayers.of(self.halves, norm, kernels)
 
 
 def _is_plain(part: nn.Module, platform: Platform) -> bool:
@@ -218,7 +226,7 @@ Halves = tuple[CompiledAttention | None, CompiledMLP | None]
 
 
 class CompiledLayers:
-    """All layers, and the norm after them, in one call.
+    """All layers, and the norm after them, if there is one, in one call.
 
     Attributes:
         layers: `LayerWeights` of each layer.
@@ -226,13 +234,14 @@ class CompiledLayers:
         settings: As for the halves.
     """
 
-    def __init__(self, kernels: Any, layers: list[Any], norm: RMSNorm, settings: tuple[int, float, float, float]) -> None:
-        self.kernels, self.layers, self.norm, self.settings = kernels, layers, norm, settings
+    def __init__(self, kernels: Any, layers: list[Any], norm: RMSNorm | None, settings: tuple[int, float, float, float]) -> None:
+        self.kernels, self.layers, self.settings = kernels, layers, settings
+        self.norm, self.eps = (None, 0.0) if norm is None else (norm.weight.numpy(), norm.eps)
         self.addresses = np.array([[array.ctypes.data for array in layer.arrays()] for layer in layers], np.int64)
         self._checked: list[tuple[int, int]] = []
 
     @classmethod
-    def of(cls, halves: list[Halves], norm: RMSNorm, kernels: Any) -> CompiledLayers | None:
+    def of(cls, halves: list[Halves], norm: RMSNorm | None, kernels: Any) -> CompiledLayers | None:
         """None unless all halves are compiled, contiguous, and alike in all layers."""
         pairs = [(attention, mlp) for attention, mlp in halves if attention is not None and mlp is not None]
         if not pairs or len(pairs) < len(halves):
@@ -243,13 +252,18 @@ class CompiledLayers:
             (attention.settings, mlp.eps, *((array.dtype.str, array.shape) for array in of_layer))
             for (attention, mlp), of_layer in zip(pairs, arrays, strict=True)
         }
-        are_contiguous = all(array.flags.c_contiguous for array in (norm.weight.numpy(), *chain.from_iterable(arrays)))
+        norms = [] if norm is None else [norm.weight.numpy()]
+        are_contiguous = all(array.flags.c_contiguous for array in chain(norms, *arrays))
         if len(kinds) > 1 or not are_contiguous:
             return None
         return cls(kernels, layers, norm, (*pairs[0][0].settings, pairs[0][1].eps))
 
-    def __call__(self, x: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata) -> Tensor:
-        """The embeddings to the hidden states."""
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor | None]:
+        """The hidden states and None; without the norm, what the last layer adds to the residual stream, and the stream. See
+        `kernels.cpu.decoder_layers`.
+        """
         if len(kv_caches) != len(self.layers):
             raise KernelError(f"There are {len(self.layers)} layers, but {len(kv_caches)} caches.")
         caches = [(key.data_ptr(), value.data_ptr()) for key, value in kv_caches]
@@ -260,8 +274,8 @@ class CompiledLayers:
                     raise KernelError("The caches of all layers must be contiguous, and of the same shape and dtype.")
             self._checked = caches
         return self.kernels.decoder_layers(  # type: ignore[no-any-return]
-            self.layers[0], self.addresses, self.norm.weight.numpy(), x, positions, kv_caches[0], np.array(caches, np.int64), metadata,
-            *self.settings, self.norm.eps,
+            self.layers[0], self.addresses, self.norm, x, residual, positions, kv_caches[0], np.array(caches, np.int64), metadata,
+            *self.settings, self.eps,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,18 @@ def _check_model_class(model_cls: Any) -> None:
         method = getattr(model_cls, name)
         if name != "__init__" and method is getattr(CausalLM, name):
             raise ConfigError(f"{model_cls.__name__} has no method {name}({', '.join(arguments)}), which a model must have.")
-        try:
-            inspect.signature(method).bind("self", *arguments)
-        except TypeError:
+        if not _takes(method, arguments):
             takes, given = f"{model_cls.__name__}.{name} takes {inspect.signature(method)}", ", ".join(arguments)
-            raise ConfigError(f"{takes}, but is called with {given}.") from None
+            raise ConfigError(f"{takes}, but is called with {given}.")
+
+
+def _takes(method: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
+    """Whether a method of a class can be called with these arguments."""
+    try:
+        inspect.signature(method).bind("self", *arguments)
+    except TypeError:
+        return False
+    return True
 
 
 _CALLS = {
@@ -192,6 +200,13 @@ def _check_stages(config: ModelConfig, parallel_config: ParallelConfig) -> None:
         raise ConfigError(
             f"pipeline_parallel_size is {stages}, but {model_cls.__name__} does not say that it can be divided into stages: let forward take and "
             "return IntermediateTensors, and set supports_pipeline_parallel = True."
+        )
+    if stages > 1 and not (
+        model_cls.intermediate_names and _takes(model_cls.forward, (*_CALLS["forward"], "intermediate_tensors"))
+    ):
+        raise ConfigError(
+            f"{model_cls.__name__} has supports_pipeline_parallel = True, but its forward does not take intermediate_tensors, or it has no "
+            "intermediate_names: see minivllm.models.base.CausalLM."
         )
     if stages > config.num_layers:
         raise ConfigError(

@@ -196,9 +196,10 @@ class ModelRunner:
         prompt_logprobs: dict[int, dict[int, dict[int, Logprob]]] = {}
         start = 0
         for i, seq in enumerate(sequences):
+            end = start + len(seq.token_ids)
             if seq.request.sampling_params.prompt_logprobs is not None:
-                prompt_logprobs[i] = self._prompt_logprobs(seq, hidden[start : start + seq.num_tokens])
-            start += seq.num_tokens
+                prompt_logprobs[i] = self._prompt_logprobs(seq, hidden[start:end])
+            start = end
 
         def finish() -> list[SequenceOutput]:
             outputs = finish_sampling()

@@ -25,7 +25,7 @@ from minivllm.outputs import Logprob
 from minivllm.sampling_params import SamplingParams, num_parameters
 from minivllm.scheduler_output import SequenceData
 from minivllm.worker.logprobs import LogprobTensors, launch_logprobs
-from minivllm.worker.sampling_metadata import Filters, SamplingMetadata
+from minivllm.worker.sampling_metadata import Filters, RandomKeys, SamplingMetadata
 from minivllm.worker.transfer import HostCopy, to_device
 
 MIN_LOGIT = float("-inf")
@@ -112,28 +112,33 @@ class Sampler:
     def launch(self, logits: Tensor, rows: list[SamplingRow]) -> PendingTokens:
         """`sample`, without waiting for a device that computes beside the host."""
         logits = logits.float()
-        metadata = self._find_metadata([row.params for row in rows], logits.shape[-1], logits.device)
+        metadata = self._find_metadata(rows, logits)
         processed = adjust_logits(logits, rows) if metadata.may_adjust else logits
         if metadata.filters is None:
             token_ids = argmax(processed)
-        elif metadata.random_indices is None:
-            token_ids = draw(apply_filters(processed, metadata.filters), rows)
         else:
-            token_ids = argmax(processed)
-            filtered = apply_filters(processed.index_select(0, metadata.random_indices), metadata.filters)
-            token_ids.index_copy_(0, metadata.random_indices, draw(filtered, [rows[i] for i in metadata.random_rows]))
+            keys = metadata.random_keys.at([rows[i].position for i in metadata.random_rows])
+            if metadata.random_indices is None:
+                token_ids = draw(apply_filters(processed, metadata.filters), keys)
+            else:
+                token_ids = argmax(processed)
+                filtered = apply_filters(processed.index_select(0, metadata.random_indices), metadata.filters)
+                token_ids.index_copy_(0, metadata.random_indices, draw(filtered, keys))
         logprobs = [
             (some, launch_logprobs(logits.index_select(0, indices), token_ids.index_select(0, indices), count))
             for count, some, indices in metadata.logprob_rows
         ]
         return PendingTokens(token_ids, logprobs)
 
-    def _find_metadata(self, params: list[SamplingParams], vocab_size: int, device: torch.device) -> SamplingMetadata:
+    def _find_metadata(self, rows: list[SamplingRow], logits: Tensor) -> SamplingMetadata:
         """What the rows want: as in one of the last steps, if they have not changed."""
+        requests = [row.seq.request for row in rows]
+        params, seeds = [request.sampling_params for request in requests], [request.seed for request in requests]
+        batch = params, seeds, [row.index for row in rows], logits.shape[-1], logits.device
         for metadata in self._kept:
-            if metadata.is_for(params, vocab_size, device):
+            if metadata.is_for(*batch):
                 return metadata
-        metadata = SamplingMetadata(params, vocab_size, device)
+        metadata = SamplingMetadata(*batch)
         self._kept = (metadata, *self._kept[: KEPT_BATCHES - 1])
         return metadata
 
@@ -321,29 +326,19 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     return torch.where(top_p < 1, kept, logits)
 
 
-def draw(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """One token per row from the distribution that the logits describe, `[rows]`.
+def draw(logits: Tensor, keys: np.ndarray) -> Tensor:
+    """One token per row from the distribution that the logits describe, `[rows]`; `keys` are the rows' `random_keys`.
 
     The tokens run a race. Each one's time is a random number from an exponential distribution, divided by its probability, and the
     first wins: every token with exactly its probability. Rounding errors of the logits matter only when two tokens arrive at almost the
     same moment. vLLM has the same race (`sample_with_exponential_noise` in `vllm/v1/sample/ops/topk_topp_sampler.py`).
     """
-    return argmax(logits.softmax(dim=-1) / exponential_noise(random_keys(rows), logits.shape[-1], logits.device))
+    return argmax(logits.softmax(dim=-1) / exponential_noise(keys, logits.shape[-1], logits.device))
 
 
 def random_keys(rows: list[SamplingRow]) -> np.ndarray:
-    """The `random_key` of each row's token, `[rows]`, int32. Of a sequence's tokens, the part of the hash that they share is computed once."""
-    digests = []
-    for row in rows:
-        key = _begin_key(row.seq.request.seed, row.index).copy()
-        key.update(b"%d" % row.position)
-        digests.append(key.digest())
-    return np.frombuffer(b"".join(digests), ">i4").astype(np.int32)
-
-
-@functools.lru_cache(maxsize=4096)
-def _begin_key(seed: int, index: int) -> hashlib.blake2b:
-    return hashlib.blake2b(f"{seed},{index},".encode(), digest_size=4)
+    """The `random_key` of each row's token, `[rows]`, int32."""
+    return RandomKeys([row.seq.request.seed for row in rows], [row.index for row in rows]).at([row.position for row in rows])
 
 
 def random_key(seed: int, index: int, position: int) -> int:

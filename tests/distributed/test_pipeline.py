@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 pytest.importorskip("numba")
 from minivllm.distributed.partition import Stage
 from minivllm.distributed.pipeline import IntermediateTensors
-from minivllm.distributed.shared_memory import create_pipeline_memory
+from minivllm.distributed.shared_memory import create_group_memory, create_pipeline_memory
 from minivllm.distributed.shared_memory_pipeline import SharedMemoryPipeline
 from minivllm.errors import DistributedError, StageError
 
@@ -173,50 +174,51 @@ def test_a_failure_of_the_group_is_no_failure_of_a_step():
     assert not isinstance(error.value, StageError)
 
 
-def run_ranks(kind, scenario, num_stages, where, descriptors=()):
-    """What each stage says, a process each: the list that it printed, or its exit status."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, RANK, kind, scenario, str(rank), str(num_stages), where],
-            stdout=subprocess.PIPE, text=True, pass_fds=descriptors, env=environment,
-        )
-        for rank in range(num_stages)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [json.loads(text) if text else rank.returncode for text, rank in zip(said, ranks, strict=True)]
-
-
 @pytest.fixture
-def run_processes(tmp_path):
-    """Runs a scenario of `rank.py`, by shared memory or by torch.distributed."""
+def run_processes():
+    """Runs a scenario of `rank.py` with `size` ranks in each stage, a process each, by shared memory or by torch.distributed. What each says: the list
+    that it printed, or its exit status.
+    """
+    memories = []
 
-    def run(kind, scenario, num_stages):
-        if kind == "gloo stages":
-            return run_ranks(kind, scenario, num_stages, f"file://{tmp_path}/meet")
-        memory = create_pipeline_memory(num_stages, 4096)
+    def run(kind, scenario, num_stages, size):
+        memories.extend(create_group_memory(size) for _ in range(num_stages))
+        memories.extend(create_pipeline_memory(num_stages, 4096) for _ in range(size))
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        shared = {"group_memories": memories[:num_stages], "pipeline_memories": memories[num_stages:]}
+        where, world_size = json.dumps(shared | {"size": size, "port": port}), num_stages * size
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, RANK, kind, scenario, str(rank), str(world_size), where],
+                stdout=subprocess.PIPE, text=True, pass_fds=memories, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
         try:
-            return run_ranks(kind, scenario, num_stages, str(memory), [memory])
+            said = [rank.communicate(timeout=120)[0] for rank in ranks]
         finally:
-            os.close(memory)
+            for rank in ranks:
+                rank.kill()
+        return [json.loads(text) if text else rank.returncode for text, rank in zip(said, ranks, strict=True)]
 
-    return run
+    yield run
+    for memory in memories:
+        os.close(memory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shared stages", "gloo stages"])
 def test_batches_and_failures_pass_between_processes(run_processes, kind):
-    assert run_processes(kind, "stages", 3) == [[[]]] * 3
+    """Two ranks in each stage: sums stay within a stage, and batches go to the neighbour with the same place."""
+    assert run_processes(kind, "stages", 2, 2) == [[[]]] * 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shared stages", pytest.param("gloo stages", marks=pytest.mark.long)])
 def test_a_killed_stage_is_named(run_processes, kind):
-    before, killed, after = run_processes(kind, "stage_killed", 3)
+    before, killed, after = run_processes(kind, "stage_killed", 3, 1)
     assert killed == -9
     for said, seconds in (before, after):
         assert "Stage 1 of 3 (rank 1)" in said and "has ended" in said

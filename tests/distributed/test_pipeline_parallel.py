@@ -102,7 +102,8 @@ def test_stages_give_the_numbers_of_one(folders, name, options):
         engine = engine_on_threads(args, num_stages=num_stages)
         assert generate(engine, PROMPTS, GREEDY) == one
         if not options and name != "opt":
-            assert all("compiled" in worker.describe_model() for worker in engine.executor.workers)
+            way = "layer by layer, MLP compiled" if name == "qwen3" else "all layers in one compiled call"
+            assert {worker.describe_model().partition(": ")[2] for worker in engine.executor.workers} == {way}
 
 
 @pytest.mark.parametrize(
@@ -154,6 +155,42 @@ def test_wherever_the_layers_are_cut(folders, lengths, cuts, seed, is_chunked):
     assert generate(engine_on_threads(args, num_stages=len(cuts) + 1), prompts, GREEDY) == one
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=8),
+    st.sampled_from([(1, 2), (1, 3), (2, 2)]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "enable_chunked_prefill": st.just(True),
+            "enable_prefix_caching": st.just(True),
+            "num_gpu_blocks_override": st.just(14),
+            "preemption_mode": st.just("swap"),
+            "num_speculative_tokens": st.just(2),
+        },
+    ),
+    st.integers(0, 99),
+)
+def test_batches_in_flight_give_the_tokens_of_one_at_a_time(folders, requests, size, options, seed):
+    """A batch for each stage, of disjoint sequences, by the scheduler for stages: greedy and seeded requests, with copies, swaps and drafts."""
+    args = EngineArgs(
+        str(folders["llama"]), **OPTIONS | {"max_num_batched_tokens": 128, "max_num_seqs": 6, "swap_space": 0.001} | options
+    )  # fmt: skip
+    if args.enable_chunked_prefill:
+        args.max_num_batched_tokens = 12
+    results = []
+    for engine in (engine_on_threads(args), engine_on_threads(args, *size, num_in_flight=size[1])):
+        for i, (prompt, (_, is_seeded)) in enumerate(zip(prompts_of([n for n, _ in requests], seed), requests, strict=True)):
+            engine.add_request(str(i), prompt, SEEDED if is_seeded else GREEDY)
+        found = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found[output.request_id] = (output.error, [completion.token_ids for completion in output.outputs])
+        results.append(found)
+        assert engine.engine_core.core.block_manager.gpu_allocator.num_free == args.num_gpu_blocks_override
+        engine.executor.shutdown()
+    assert results[0] == results[1] and len(results[0]) == len(requests)
+
+
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +216,18 @@ def test_each_stage_has_its_layers_alone(folders, name):
     decoders = [model.model.decoder if name == "opt" else model.model for model in models]
     assert [len(own_layers(decoder.layers)) for decoder in decoders] == [2, 2, 1]
     assert all(".layers." in weight for weight in parameters[1])
+
+
+def test_layers_whose_numbers_begin_alike(tmp_path):
+    """Layers 10 and 11 are not taken for parts of layer 1, which is elsewhere."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**LLAMA | {"num_hidden_layers": 12})).save_pretrained(tmp_path)
+    (whole,), models = load_stages(tmp_path, 1), load_stages(tmp_path, 3)
+    for model in models:
+        assert all(torch.equal(weight, whole.get_parameter(name)) for name, weight in model.named_parameters())
+    assert [[i for i, layer in enumerate(model.model.layers) if list(layer.parameters())] for model in models] == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11],
+    ]  # fmt: skip
 
 
 @pytest.fixture

@@ -22,6 +22,12 @@ class OwnForward(LlamaForCausalLM):
         return super().forward(input_ids, positions, kv_caches, metadata)
 
 
+class Promises(OwnForward):
+    """Says that it can be divided, but cannot be given tensors."""
+
+    supports_pipeline_parallel = True
+
+
 class OwnNorm(LlamaForCausalLM):
     """Changes nothing that stages depend on."""
 
@@ -64,6 +70,11 @@ def test_a_class_must_say_that_it_can_be_divided(tiny_llama, monkeypatch):
     ):
         config_of(tiny_llama, pipeline_parallel_size=2)
     config_of(tiny_llama)
+    ModelRegistry.register_model("LlamaForCausalLM", Promises)
+    with pytest.raises(
+        ConfigError, match="Promises has supports_pipeline_parallel = True, but its forward does not take intermediate_tensors"
+    ):
+        config_of(tiny_llama, pipeline_parallel_size=2)
     ModelRegistry.register_model("LlamaForCausalLM", OwnNorm)
     config_of(tiny_llama, pipeline_parallel_size=2)
 

@@ -362,7 +362,7 @@ def tiny_folder(tmp_path_factory, smollm2_path):
     """A model of random weights with the default model's tokens: it says anything that it may."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=49152, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=16,
+        vocab_size=49152, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, head_dim=16,
         num_key_value_heads=1, max_position_embeddings=256, eos_token_id=2, tie_word_embeddings=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
@@ -423,10 +423,15 @@ def engine_arguments(draw):
 @pytest.mark.slow
 @settings(max_examples=settings().max_examples // 5, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    args=engine_arguments(), workload=st.lists(structured_jobs(), min_size=2, max_size=6), num_ranks=st.sampled_from([1, 1, 2])
+    args=engine_arguments(),
+    workload=st.lists(structured_jobs(), min_size=2, max_size=6),
+    size=st.sampled_from([(1, 1), (1, 1), (2, 1), (1, 2)]),
 )
-def test_a_structured_answer_is_right_or_ends_by_length_in_any_workload(tiny_folder, tokens_alone, args, workload, num_ranks):
-    engine = engine_on_threads(EngineArgs(str(tiny_folder), **args), num_ranks)
+def test_a_structured_answer_is_right_or_ends_by_length_in_any_workload(tiny_folder, tokens_alone, args, workload, size):
+    """In one worker, in two, and in two stages, of which the last one gets the masks."""
+    num_ranks, num_stages = size
+    in_flight = 1 if args["scheduler_cls"] is StaticBatchScheduler else num_stages
+    engine = engine_on_threads(EngineArgs(str(tiny_folder), **args), num_ranks, num_stages, in_flight)
     if args["num_speculative_tokens"]:
         engine.scheduler.speculation.proposer = Seer({str(i): tokens_alone(job) for i, job in enumerate(workload)}, 49152)
     decode = engine.tokenizer.decode

@@ -11,16 +11,16 @@ import random
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from minivllm.config import ParallelConfig
+from minivllm.distributed import torch_group
 from minivllm.distributed.parallel_state import GroupCoordinator
-from minivllm.distributed.partition import Stage
 from minivllm.distributed.pipeline import IntermediateTensors, PipelineGroup
 from minivllm.distributed.shared_memory_group import SharedMemoryGroup
-from minivllm.distributed.shared_memory_pipeline import SharedMemoryPipeline
-from minivllm.distributed.torch_group import TorchGroup, TorchPipeline
 from minivllm.errors import DistributedError, StageError
 
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -114,6 +114,9 @@ def late(group: GroupCoordinator) -> list[object]:
     return different(group)
 
 
+Links = tuple[GroupCoordinator, PipelineGroup]
+
+
 def _batch(number: int, make=torch.randn) -> IntermediateTensors:
     """What all stages know that the first one sends in a step; or room for it."""
     rng = random.Random(number)
@@ -122,19 +125,21 @@ def _batch(number: int, make=torch.randn) -> IntermediateTensors:
     return IntermediateTensors({name: make(shape).to(dtype) for name in ("hidden_states", "residual")})
 
 
-def stages(pipeline: PipelineGroup, count: int = 60) -> list[object]:
-    """Steps in which a stage is late or fails now and then: what was wrong."""
-    rng, wrong = random.Random(0), []
+def stages(links: Links, count: int = 60) -> list[object]:
+    """Steps in which a stage is late or fails now and then, and its ranks sum numbers: what was wrong."""
+    (group, pipeline), rng, wrong = links, random.Random(0), []
+    num_stages = pipeline.world_size
     for number in range(count):
-        failing, late = rng.choice((None, None, 0, 1, 2)), rng.choice((None, 0, 1, 2))
+        failing, late = rng.choice((None, *range(num_stages))), rng.choice((None, *range(num_stages)))
         if late == pipeline.rank:
             time.sleep(0.01)
-        expected = _batch(number)
+        seed = 1000 * group.rank + number
+        expected = _batch(seed)
         try:
             with pipeline.step():
                 if failing == pipeline.rank:
                     raise ValueError("boom")
-                tensors = expected if pipeline.stage.is_first else pipeline.recv(_batch(number, torch.zeros))
+                tensors = expected if pipeline.stage.is_first else pipeline.recv(_batch(seed, torch.zeros))
                 if not pipeline.stage.is_last:
                     pipeline.send(tensors)
             if failing is not None and failing <= pipeline.rank:
@@ -142,23 +147,28 @@ def stages(pipeline: PipelineGroup, count: int = 60) -> list[object]:
             elif not all(torch.equal(tensors[name], expected[name]) for name in expected.tensors):
                 wrong.append(f"step {number}: other numbers")
         except StageError as error:
-            said = f"Stage {failing} of 3 (rank {failing}) failed: ValueError: boom"
+            rank = None if failing is None else failing * group.world_size + group.rank
+            said = f"Stage {failing} of {num_stages} (rank {rank}) failed: ValueError: boom"
             if failing is None or failing >= pipeline.rank or str(error) != said:
                 wrong.append(f"step {number}: {error}")
         except ValueError as error:
             if failing != pipeline.rank:
                 wrong.append(f"step {number}: {error}")
+        total = group.all_reduce(torch.full((3,), 10.0 * pipeline.rank + group.rank))
+        if total.tolist() != 3 * [sum(10.0 * pipeline.rank + rank for rank in range(group.world_size))]:
+            wrong.append(f"step {number}: sum {total}")
+        if not torch.equal(group.broadcast(torch.tensor(pipeline.rank + group.rank), src=1), torch.tensor(pipeline.rank + 1)):
+            wrong.append(f"step {number}: not from the second rank of the stage")
     if dist.is_initialized():
         dist.barrier()  # what has been sent would be lost with the process
     return [wrong]
 
 
-def stage_killed(pipeline: PipelineGroup) -> list[object]:
+def stage_killed(links: Links) -> list[object]:
     """Stage 1 is killed; how long until its neighbours know, and what they are told."""
-    stages(pipeline, 3)
+    pipeline = links[1]
     if pipeline.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.2)
     start = time.monotonic()
     try:
         for _ in range(100):
@@ -172,21 +182,30 @@ def stage_killed(pipeline: PipelineGroup) -> list[object]:
     return ["nothing", 0]
 
 
-def _make_group(kind: str, rank: int, world_size: int, where: str) -> GroupCoordinator | PipelineGroup:
-    stage, ranks = Stage(rank, world_size), tuple(range(world_size))
+def _join(kind: str, rank: int, world_size: int, where: dict[str, Any]) -> Links:
+    """As workers do. `where` has their number in a stage, a port, and what each stage, and each pipeline, shares."""
+    if kind == "gloo stages":
+        torch_group.has_cpu_kernels = lambda: False
+    size = where["size"]
+    config = ParallelConfig(tensor_parallel_size=size, pipeline_parallel_size=world_size // size)
+    memories = where["group_memories"][rank // size], where["pipeline_memories"][rank % size]
+    links = torch_group.join_groups(rank, config, torch.device("cpu"), *memories, where["port"])
+    assert type(links[1]).__name__ == ("TorchPipeline" if kind == "gloo stages" else "SharedMemoryPipeline")
+    return links
+
+
+def _make_group(kind: str, rank: int, world_size: int, where: str) -> GroupCoordinator:
     if kind == "shared":
         return SharedMemoryGroup(int(where), rank, world_size)
-    if kind == "shared stages":
-        return SharedMemoryPipeline(int(where), stage, ranks)
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
-    if kind == "gloo stages":
-        group = dist.new_group()
-        return TorchPipeline(stage, ranks, torch.device("cpu"), group, group)
-    return TorchGroup(rank, world_size)
+    return torch_group.TorchGroup(rank, world_size)
 
 
 if __name__ == "__main__":
     kind, scenario, rank, world_size, where = sys.argv[1:]
-    group = _make_group(kind, int(rank), int(world_size), where)
-    print(json.dumps(globals()[scenario](group)), flush=True)
+    if kind in ("shared stages", "gloo stages"):
+        made: Any = _join(kind, int(rank), int(world_size), json.loads(where))
+    else:
+        made = _make_group(kind, int(rank), int(world_size), where)
+    print(json.dumps(globals()[scenario](made)), flush=True)
     os._exit(0)  # torch.distributed would wait for ranks that are gone

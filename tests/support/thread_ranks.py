@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minivllm.config import ParallelConfig
+from minivllm.core.scheduler import Scheduler
 from minivllm.distributed.parallel_state import GroupCoordinator, SingleRank
 from minivllm.distributed.partition import Stage
 from minivllm.distributed.pipeline import IntermediateTensors, PipelineGroup
@@ -114,21 +116,25 @@ def make_pipelines(parallel_config: ParallelConfig) -> list[PipelineGroup]:
 
 
 class ThreadExecutor(Executor):
-    """As `MultiProcExecutor`, with threads."""
+    """As `MultiProcExecutor`, with threads: one for each rank, which runs the steps in flight one after the other."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, num_in_flight: int = 1) -> None:
         configs = (config.model_config, config.cache_config, config.scheduler_config, config.worker_config)
         size, num_stages = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
         groups = [group for _ in range(num_stages) for group in (make_groups(size) if size > 1 else [SingleRank()])]
         pipelines = make_pipelines(config.parallel_config)
         self.workers = [Worker(*configs, *links) for links in zip(groups, pipelines, strict=True)]
         self.answering_rank = size * (num_stages - 1)
-        self.max_concurrent_batches = 2 if config.scheduler_config.async_scheduling else 1
+        self.max_concurrent_batches = max(num_in_flight, 2 if config.scheduler_config.async_scheduling else 1)
         for worker in self.workers:  # one after the other: torch's default dtype is one for all threads
             worker.load_model()
+        self._threads = [ThreadPoolExecutor(1) for _ in self.workers]
+        self._launches: list[Future[Any]] = []
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        return on_all_ranks(lambda worker: getattr(worker, method)(*args), self.workers)
+        calls = self._submit(method, *args)
+        wait(calls)
+        return [call.result() for call in calls]
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         on_device, on_host = zip(*self.collective_rpc("determine_num_available_blocks"), strict=True)
@@ -143,23 +149,42 @@ class ThreadExecutor(Executor):
     def launch_model(self, request: ExecuteModelRequest) -> None:
         if self.max_concurrent_batches == 1:
             super().launch_model(request)
-        else:
-            self.collective_rpc("launch_model", request)
+        else:  # a copy, as its tables change
+            request = copy.deepcopy(request, {id(seq.request): seq.request for seq in request.sequences})
+            self._launches = self._submit("launch_model", request)
 
     def sample_tokens(self, masks: Masks) -> PendingStep:
         if self.max_concurrent_batches == 1:
             return super().sample_tokens(masks)
-        pending: PendingStep = self.collective_rpc("sample_tokens", masks)[self.answering_rank]
-        return pending
+        launches, samples = self._launches, self._submit("sample_tokens", masks)
+
+        def collect() -> list[SequenceOutput]:
+            wait(launches + samples)
+            for launch in launches:
+                launch.result()
+            outputs: list[SequenceOutput] = samples[self.answering_rank].result()()
+            return outputs
+
+        return collect
+
+    def shutdown(self) -> None:
+        for thread in self._threads:
+            thread.shutdown()
+
+    def _submit(self, method: str, *args: Any) -> list[Future[Any]]:
+        return [thread.submit(getattr(worker, method), *args) for thread, worker in zip(self._threads, self.workers, strict=True)]
 
 
-def engine_on_threads(args: Any, world_size: int = 1, num_stages: int = 1) -> LLMEngine:
-    """An engine whose ranks are threads, `world_size` of each stage; one rank is a worker as it always is. `args` are `EngineArgs`."""
+def engine_on_threads(args: Any, world_size: int = 1, num_stages: int = 1, num_in_flight: int = 1) -> LLMEngine:
+    """An engine whose ranks are threads, `world_size` of each stage; one rank is a worker as it always is. `args` are `EngineArgs`. With one step in
+    flight, batches are those of an engine without stages.
+    """
     args = replace(args, tensor_parallel_size=world_size, pipeline_parallel_size=num_stages)
     config = EngineConfig.from_engine_args(args)
-    executor = ThreadExecutor(config)
+    executor = ThreadExecutor(config, num_in_flight)
     configs = (config.model_config, config.cache_config, config.scheduler_config)
+    scheduler_cls = config.scheduler_cls if num_in_flight > 1 or num_stages == 1 else args.scheduler_cls or Scheduler
     return LLMEngine.from_executor(
-        *configs, executor, config.load_tokenizer(), scheduler_cls=config.scheduler_cls,
+        *configs, executor, config.load_tokenizer(), scheduler_cls=scheduler_cls,
         block_space_manager_cls=config.block_space_manager_cls, seed=args.seed,
     )  # fmt: skip

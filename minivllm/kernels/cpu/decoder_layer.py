@@ -4,7 +4,7 @@ A small model's decode step is hundreds of short kernels, and between two of the
 microseconds if its own code and data are in the processor's cache, and several times as many after a linear layer has sent
 megabytes of weights through it. On a GPU a CUDA graph takes Python out of the step; on a CPU, these functions do. They are
 `LlamaDecoderLayer.forward`, line by line, and call the same kernels. Each half, attention up to `o_proj` and the MLP up to `down_proj`,
-ends where tensor parallelism sums the partial results of all ranks; a single rank runs all layers in one call.
+ends where tensor parallelism sums the partial results of all ranks; a single rank runs all layers in one call, or all those of its pipeline stage.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ def mlp_block(weights: MLPWeights, x: Tensor, residual: Tensor, eps: float) -> t
 def decoder_layers(
     weights: LayerWeights,
     addresses: np.ndarray,
-    last_norm: np.ndarray,
+    last_norm: np.ndarray | None,
     x: Tensor,
+    residual: Tensor | None,
     positions: Tensor,
     kv_cache: tuple[Tensor, Tensor],
     caches: np.ndarray,
@@ -122,30 +123,33 @@ def decoder_layers(
     attention_eps: float,
     mlp_eps: float,
     last_eps: float,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """All layers and the norm after them, for the new tokens of all sequences.
 
     Args:
         weights: The first layer's. Those of all layers have the same shapes and dtypes.
         addresses: `[num_layers, arrays]`, int64: where the `LayerWeights.arrays` of each layer are.
-        last_norm: The weight of the norm after the layers, contiguous.
-        x: `[num_tokens, hidden_size]`, float32: the embeddings.
+        last_norm: The weight of the norm after the layers, contiguous; None where other layers follow, in the next pipeline stage.
+        x, residual: `[num_tokens, hidden_size]`, float32: the embeddings and None; or what the layer before adds to the residual stream, and the
+            stream.
         kv_cache, caches: The first layer's, and where each layer's are, `[num_layers, 2]`, int64. All are contiguous, and of one shape and
             dtype.
         positions, metadata, group, scale, attention_eps, mlp_eps: As for the halves.
         last_eps: Of the norm after the layers.
 
     Returns:
-        The hidden states, `[num_tokens, hidden_size]`.
+        The hidden states, `[num_tokens, hidden_size]`, and None. Without a norm, what the last layer adds to the residual stream, and the stream.
     """
-    out = x.new_empty(x.shape)
+    out, total = x.new_empty(x.shape), x.new_empty(x.shape if last_norm is None else (0, 0))
     attention, mlp = weights
+    before = x.new_zeros(x.shape) if residual is None else residual.contiguous()
+    norm = np.empty(0, np.float32) if last_norm is None else last_norm
     _decoder_layers(
-        x.contiguous().numpy(), *_as_arrays(positions, kv_cache, metadata), addresses, caches, last_norm, *attention, *mlp,
-        np.float32(scale), np.float32(attention_eps), np.float32(mlp_eps), np.float32(last_eps), out.numpy(), padded_rows(len(x)),
+        x.contiguous().numpy(), before.numpy(), *_as_arrays(positions, kv_cache, metadata), addresses, caches, norm, *attention, *mlp,
+        np.float32(scale), np.float32(attention_eps), np.float32(mlp_eps), np.float32(last_eps), out.numpy(), total.numpy(), padded_rows(len(x)),
         *_num_threads(len(x)), *_sizes(kv_cache, group),
     )  # fmt: skip
-    return out
+    return out, total if last_norm is None else None
 
 
 def _as_arrays(positions: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: Any) -> tuple:
@@ -258,12 +262,12 @@ def _compile_like(arrays, addresses, first):
 
 @njit(error_model="numpy", cache=True, nogil=True)
 def _decoder_layers(
-    x, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, starts, is_decode, addresses, caches, last_norm,
-    attention_norm, qkv, output, cos, sin, mlp_norm, gate_up, down, scale, attention_eps, mlp_eps, last_eps, normed, num_rows, num_threads, row_threads,
+    x, residual, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, starts, is_decode, addresses, caches, last_norm,
+    attention_norm, qkv, output, cos, sin, mlp_norm, gate_up, down, scale, attention_eps, mlp_eps, last_eps, result, stream, num_rows, num_threads, row_threads,
     channels, half_head, group,
 ):  # fmt: skip
     num_tokens, hidden_size = x.shape
-    out, total, residual = np.empty((num_rows, hidden_size), np.float32), np.empty_like(x), np.zeros_like(x)
+    out, total = np.empty((num_rows, hidden_size), np.float32), np.empty_like(x)
     attended, attended_total = np.empty_like(out), np.empty_like(total)
     for layer in range(len(addresses)):
         at, cache = addresses[layer], caches[layer]
@@ -278,10 +282,13 @@ def _decoder_layers(
             like(down, at, first + 3 + len(gate_up)), mlp_eps, out, total, num_threads, row_threads,
         )  # fmt: skip
         x, residual = out[:num_tokens], total
-    _norm(
-        row_threads, num_tokens, hidden_size, address(x), address(residual), address(last_norm), last_eps, address(normed),
-        address(attended_total),
-    )  # fmt: skip
+    if len(last_norm):
+        _norm(
+            row_threads, num_tokens, hidden_size, address(x), address(residual), address(last_norm), last_eps, address(result),
+            address(attended_total),
+        )  # fmt: skip
+    else:
+        result[:], stream[:] = x, residual
     keep(out)
     keep(total)
     keep(attended_total)
