@@ -2,7 +2,7 @@
 
 What is made for every token is a `msgspec.Struct`, which is several times as fast to make and to copy as a dataclass. `msgspec.structs.replace` and
 `msgspec.structs.asdict` do for it what those of `dataclasses` do. With `gc=False` the garbage collector does not look at it: nothing that it holds
-refers back to it, so it is freed without.
+refers back to it, so counting references is enough to free it.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class ScheduledSequence(msgspec.Struct, gc=False):
             seq.output_token_ids if request.sampling_params.needs_output_tokens else [],
             1 + seq.num_unforked_siblings if self.needs_sampling else 0,
             len(drafts),
-            num_output_tokens > 0 and num_tokens == 1 + len(drafts),  # `is_decode`
+            num_output_tokens > 0 and num_tokens == 1 + len(drafts),  # `is_decode`, from what is known here
         )
 
 

@@ -29,7 +29,9 @@ class PipelineScheduler(AsyncScheduler):
     def schedule(self) -> SchedulerOutput:
         """Decide the next step, of sequences that are in no other, and of no more than its share. None may be ready."""
         num_decoding = sum(seq.num_uncomputed_tokens <= 1 for seq in self.running) + len(self.swapped)
-        num_beginning = sum(seq.num_tokens_in_flight > 1 for seq in self.running)  # in the steps before
+        num_beginning = sum(
+            seq.num_tokens_in_flight > 0 and len(seq.token_ids) == seq.num_prompt_tokens for seq in self.running
+        )  # in steps in flight
         num_free_seats = self.config.max_num_seqs - self.num_running
         self._may_decode = self._share(num_decoding)
         self._may_begin = self._share(num_beginning + min(len(self.waiting), num_free_seats))

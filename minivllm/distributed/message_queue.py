@@ -2,7 +2,9 @@
 
 The memory is a ring of slots; a long message takes several. The writer counts the slots it has filled, and each reader those it has read,
 where the other side can see it. A byte through a pipe wakes a sleeping reader; the pipe also tells each side when the other has ended. A number
-beside the writer's count, its mark, tells readers something at once, however many messages they have not read yet. Mirrors `MessageQueue` of `vllm/distributed/device_communicators/shm_broadcast.py`, whose readers spin.
+beside the writer's count, its mark, tells readers something at once, however many messages they have not read yet.
+
+Mirrors `MessageQueue` of `vllm/distributed/device_communicators/shm_broadcast.py`, whose readers spin.
 """
 
 from __future__ import annotations

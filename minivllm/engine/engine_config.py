@@ -66,6 +66,11 @@ def check_async_scheduling(args: EngineArgs) -> None:
         return
     if args.async_scheduling:
         raise ConfigError(f"async_scheduling is on, but {obstacle}: leave it out.")
+    if args.pipeline_parallel_size > 1 and args.block_space_manager_cls is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size is {args.pipeline_parallel_size}, but block_space_manager_cls is "
+            f"{args.block_space_manager_cls.__name__}, which may not know of steps in flight: leave one of them out."
+        )
 
 
 @dataclass(frozen=True)

@@ -252,11 +252,11 @@ class EngineTrace:
 
     def is_idle_after(self, number: int) -> bool:
         """Whether the engine had nothing left to do after a step."""
-        step = self.steps[number]  # and the first of those that were in flight when it was scheduled:
-        first = next((i for i in range(number, 0, -1) if self.steps[i - 1].end <= step.start), 0)
+        step = self.steps[number]
+        first = next((i for i in range(number, 0, -1) if self.steps[i - 1].end <= step.start), 0)  # of those in flight then
         ended = {(finish.request_id, finish.index) for each in self.steps[first : number + 1] for finish in each.finished}
-        is_last = len(ended) >= step.num_running and ended.issuperset(step.block_tables)
-        return is_last and not (step.num_waiting or step.num_swapped)
+        num_left = max(0, step.num_running - len(ended)) + step.num_waiting + step.num_swapped
+        return num_left == 0 and ended.issuperset(step.block_tables)
 
     # -- JSON ----------------------------------------------------------------------------------------------------
 

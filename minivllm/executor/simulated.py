@@ -168,9 +168,10 @@ class SimulatedExecutor(Executor):
         return self._outputs(request)
 
     def sample_tokens(self, masks: Masks) -> PendingStep:
-        request = self._launched
-        if self.max_concurrent_batches == 1 or request is None:
+        if self.max_concurrent_batches == 1:
             return super().sample_tokens(masks)
+        request, self._launched = self._launched, None
+        assert request is not None, "sample_tokens follows launch_model"
         seconds, outputs = self._cost(request), self._outputs(request)
         stages = self._run_stages(seconds)
 

@@ -218,8 +218,9 @@ class LogsOnce:
 
     def log(self, rank: int, message: WorkerLog) -> None:
         """Log a text of a rank, unless another has logged it, too."""
-        first = self._first.setdefault((message.number, message.text), rank)
-        if first == rank and (rank == 0 or message.level >= logging.WARNING):
+        if rank > 0 and message.level < logging.WARNING:
+            return
+        if self._first.setdefault((message.number, message.text), rank) == rank:
             message.log("" if rank == 0 else f"Rank {rank}: ")
 
     def forget(self, number: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from minivllm.bench.offline import SCHEDULERS
 from minivllm.core.block_allocator import BlockAllocator
 from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.pipeline_scheduler import PipelineScheduler
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.core_messages import EngineCoreOutputs, StoppedSequence
 from minivllm.engine.llm_engine import LLMEngine
@@ -49,7 +50,7 @@ def replay(
         ConfigError: The trace began too late, its scheduler is unknown, or steps were in flight together.
     """
     config = trace.config
-    if config.scheduler_config.get("async_scheduling") or config.scheduler_config.get("pipeline_parallel_size", 1) > 1:
+    if config.scheduler_config.get("async_scheduling") or config.scheduler == PipelineScheduler.__name__:
         raise ConfigError(
             "The trace has several steps in flight, which cannot be replayed: record it with async_scheduling=False and one pipeline stage."
         )

@@ -33,7 +33,7 @@ def stage_utilisation(trace: EngineTrace, first: int = 0, num_steps: int | None 
 
 
 def draw_stages(traces: Mapping[str, EngineTrace], first: int = 0, num_steps: int = 12) -> Figure:
-    """Draw which batch each stage computes when: a panel for each run, all as long as the shortest. The gaps are bubbles.
+    """Draw which batch each stage computes when: a panel for each run, all as long as the shortest. The gaps are bubbles, and communication.
 
     A bar has the color of its batch, as long as there are as many batches as stages, and the number of sequences in it.
 
@@ -64,9 +64,10 @@ def _draw_run(axes: Axes, trace: EngineTrace, first: int, num_steps: int, durati
         count = len(trace[first + number].scheduled)
         color = REQUEST_COLORS[(first + number) % num_stages % len(REQUEST_COLORS)]
         for stage, rank in enumerate(step):
-            start, width = 1000 * (rank.start - origin), 1000 * (rank.end - rank.start)
-            axes.broken_barh([(start, width)], (stage - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.8)
-            if width > NARROWEST * 1000 * duration > 0 and start + width / 2 < 1000 * duration:
+            bars = [(1000 * (start - origin), 1000 * (end - start)) for start, end in _computing(rank)]
+            axes.broken_barh(bars, (stage - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.8)
+            start, width = max(bars, key=lambda bar: bar[1])
+            if width > NARROWEST * 1000 * duration and start + width / 2 < 1000 * duration:
                 axes.text(start + width / 2, stage, str(count), ha="center", va="center", fontsize=8, color="white")
     axes.set(xlim=(0, 1000 * duration), ylim=(num_stages - 0.5, -0.5), yticks=range(num_stages))
     axes.set_yticklabels([f"stage {stage}" for stage in range(num_stages)], fontsize=9)
@@ -75,14 +76,22 @@ def _draw_run(axes: Axes, trace: EngineTrace, first: int, num_steps: int, durati
 
 
 def _ranks(trace: EngineTrace, first: int, num_steps: int | None) -> list[list[RankTiming]]:
-    """How each stage spent each of these steps."""
+    """How each stage, by its first rank, spent each of these steps; or each rank, if there is one stage."""
     last = len(trace) if num_steps is None else first + num_steps
     if not 0 <= first < last <= len(trace):
         raise ConfigError(f"The run has {len(trace)} steps, but steps {first} to {last - 1} were asked for.")
     ranks = [trace[number].ranks for number in range(first, last)]
     if not all(ranks):
         raise ConfigError("The run has steps of one worker: record a trace with pipeline_parallel_size=2 or more.")
-    return ranks
+    num_stages = trace.config.scheduler_config.get("pipeline_parallel_size", 1)
+    ranks_per_stage = len(ranks[0]) // num_stages if num_stages > 1 else 1
+    return [step[::ranks_per_stage] for step in ranks]
+
+
+def _computing(rank: RankTiming) -> list[tuple[float, float]]:
+    """When a rank computed, between its communication."""
+    moments = [rank.start, *(moment for span in rank.communication for moment in span), rank.end]
+    return list(zip(moments[::2], moments[1::2], strict=True))
 
 
 def _busy(rank: RankTiming) -> float:

@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, temperature, filters, and the draw.
 
 The filters are pure functions on `[rows, vocab_size]` logits. The random numbers of a draw are hashes of the request's
-seed, the sequence's index, the position and the token id, so a request's tokens do not depend on its metadata. The order of
+seed, the sequence's index, the position and the token id, so a request's tokens do not depend on its batch. The order of
 the steps is vLLM's (`vllm/v1/sample/sampler.py`).
 """
 
@@ -30,8 +30,8 @@ from minivllm.worker.transfer import HostCopy, to_device
 
 MIN_LOGIT = float("-inf")
 TOP_P_CANDIDATES = 1024
-KEPT_BATCHES = 4
-"""Several, because batches may take turns: those of pipeline stages do."""
+KEPT_BATCHES = 8
+"""Several, because batches may take turns: those of pipeline stages do. A stage more than that, and no batch is found again."""
 
 
 class SamplingRow(msgspec.Struct, gc=False):
@@ -135,12 +135,11 @@ class Sampler:
         requests = [row.seq.request for row in rows]
         params, seeds = [request.sampling_params for request in requests], [request.seed for request in requests]
         batch = params, seeds, [row.index for row in rows], logits.shape[-1], logits.device
-        for metadata in self._kept:
-            if metadata.is_for(*batch):
-                return metadata
-        metadata = SamplingMetadata(*batch)
-        self._kept = (metadata, *self._kept[: KEPT_BATCHES - 1])
-        return metadata
+        found = next((metadata for metadata in self._kept if metadata.is_for(*batch)), None)
+        others = [metadata for metadata in self._kept if metadata is not found]
+        found = found or SamplingMetadata(*batch)
+        self._kept = (found, *others[: KEPT_BATCHES - 1])
+        return found
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -195,9 +194,8 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
                 row.error = f"structured_outputs and {other} together leave no token to choose from."
         for banned in banned_tokens(row):
             kept = adjusted[i].index_fill(0, to_device(banned, device), MIN_LOGIT)
-            adjusted[i] = torch.where(
-                kept.max() > MIN_LOGIT, kept, adjusted[i]
-            )  # a grammar or `allowed_token_ids` takes precedence
+            # A grammar or `allowed_token_ids` takes precedence.
+            adjusted[i] = torch.where(kept.max() > MIN_LOGIT, kept, adjusted[i])
     return adjusted
 
 

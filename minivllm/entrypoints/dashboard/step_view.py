@@ -67,9 +67,8 @@ class StepView:
             self._forget_all_but({request.request_id for request in step.request_snapshots})
         for request in step.request_snapshots:
             self._add_request(request)
-        start = (
-            step.start if self._step is None else max(step.start, self._step.end)
-        )  # it may have been in flight with the last one
+        # It may have been in flight together with the last one.
+        start = step.start if self._step is None else max(step.start, self._step.end)
         self._step = step
         self._place(step)
         gaps = [gap for item in step.scheduled if (gap := self._advance(item, step)) is not None]
