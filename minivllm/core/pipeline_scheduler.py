@@ -29,9 +29,8 @@ class PipelineScheduler(AsyncScheduler):
     def schedule(self) -> SchedulerOutput:
         """Decide the next step, of sequences that are in no other, and of no more than its share. None may be ready."""
         num_decoding = sum(seq.num_uncomputed_tokens <= 1 for seq in self.running) + len(self.swapped)
-        num_beginning = sum(
-            seq.num_tokens_in_flight > 0 and len(seq.token_ids) == seq.num_prompt_tokens for seq in self.running
-        )  # in steps in flight
+        in_flight = [seq for seq in self.running if seq.num_tokens_in_flight]
+        num_beginning = sum(len(seq.token_ids) == seq.num_prompt_tokens for seq in in_flight)
         num_free_seats = self.config.max_num_seqs - self.num_running
         self._may_decode = self._share(num_decoding)
         self._may_begin = self._share(num_beginning + min(len(self.waiting), num_free_seats))
@@ -59,6 +58,11 @@ class PipelineScheduler(AsyncScheduler):
     def may_join(self, seq: Sequence) -> bool:
         """Whether a waiting sequence may join the running ones in this step."""
         return self._may_begin > 0 and super().may_join(seq)
+
+    def _preempt(self, seq: Sequence, output: SchedulerOutput) -> None:
+        if self.speculation is not None and seq.num_tokens_in_flight:
+            self.block_manager.free_draft_slots(seq)  # of drafts in flight, of which none will be kept
+        super()._preempt(seq, output)
 
     def _join_running(self, seq: Sequence) -> None:
         super()._join_running(seq)
