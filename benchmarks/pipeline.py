@@ -5,7 +5,7 @@ python benchmarks/pipeline.py --plot docs/pipeline.png    # only draws
 python benchmarks/pipeline.py --model smollm2-135m --json pipeline_model.json    # workers in processes
 
 On the simulated device the engine schedules as ever, the stages have equal parts of the model, and the host takes no time. With a model, the same requests
-run on one worker, on two that share each layer, and on two stages.
+run on one worker, on two that share each layer, and on two stages. SmolLM2 has 30 layers.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ WORKERS = {
     "one": {},
     "two that share each layer": {"tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2},
+    "two stages of 18 and 12 layers": {"pipeline_parallel_size": 2, "pp_layer_partition": "18,12"},
 }
 
 
