@@ -95,7 +95,7 @@ class ExecuteModelRequest:
 
 class RankTiming(NamedTuple):
     """How one of several workers spent a step. Times are seconds of `time.perf_counter`, a clock that all processes of a machine share. On
-    a GPU they are when the work was launched, not when it finished.
+    a GPU, those of the communication are when it was launched, not when it finished.
 
     Attributes:
         start, end: When it received the step, and when it finished.

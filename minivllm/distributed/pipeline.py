@@ -80,8 +80,8 @@ class PipelineGroup(Communicator, ABC):
             DistributedError: The rank before has ended, or does not come, or sends something else.
         """
         start = time.perf_counter()
+        self._owes_recv = False  # whatever comes of it: a stage that does not come is waited for once
         header = self._recv_header()
-        self._owes_recv = False
         if "failure" in header:
             raise (StageError if header["is_ready"] else DistributedError)(header["failure"])
         if header != _describe(like):
@@ -111,16 +111,18 @@ class PipelineGroup(Communicator, ABC):
 
     def _leave_step(self, error: Exception) -> None:
         failure = self._describe_failure(error)
-        if self._owes_recv:
-            self._owes_recv = False
-            header = self._recv_header()
-            if "failure" in header:
-                failure = header  # where it began
-            else:
-                self._drop_tensors(header)
-        if self._owes_send:
-            self._owes_send = False
-            self._send_header(failure)
+        try:
+            if self._owes_recv:
+                self._owes_recv = False
+                header = self._recv_header()
+                if "failure" in header:
+                    failure = header  # where it began
+                else:
+                    self._drop_tensors(header)
+        finally:
+            if self._owes_send:
+                self._owes_send = False
+                self._send_header(failure)
 
     def _describe_failure(self, error: Exception) -> dict[str, Any]:
         """What goes to the next stage, which is ready for another step afterwards, unless this one is not."""

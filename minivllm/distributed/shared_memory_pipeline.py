@@ -34,13 +34,14 @@ class _End:
 
     def __init__(self, words: np.ndarray, pipe: np.ndarray, line: int, other_line: int) -> None:
         self.pipe, self._words, self._line, self._other_line = pipe, words, line, other_line
+        self._address = words.ctypes.data
         self.count = 0
         words[LINE * line + collectives.PID] = os.getpid()
 
     @property
     def other_count(self) -> int:
         """How far the other end is."""
-        return int(self._words[LINE * self._other_line + collectives.NUMBER])
+        return int(collectives.entered(self._address, self._other_line))
 
     @property
     def other_process(self) -> int:
@@ -50,7 +51,7 @@ class _End:
     def advance(self, size: int) -> None:
         """Count bytes, after they have been copied."""
         self.count += size
-        collectives.enter(self._words.ctypes.data, self._line, self.count, 0)
+        collectives.enter(self._address, self._line, self.count, 0)
 
 
 class SharedMemoryPipeline(PipelineGroup):

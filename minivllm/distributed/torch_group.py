@@ -102,6 +102,8 @@ class TorchPipeline(PipelineGroup):
         return content.numpy().tobytes()
 
     def _send_tensors(self, tensors: list[Tensor]) -> None:
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()
         for x in tensors:
             if x.numel():
                 self._send((x.cpu() if self._tensors is self._headers else x).contiguous(), self._tensors)

@@ -164,6 +164,18 @@ def test_a_stage_that_does_not_come_is_given_up():
             pipeline.recv(like(tensors)) if pipeline is second else pipeline.send(tensors)
 
 
+def test_a_stage_that_gives_up_does_so_once_and_the_next_one_hears_of_it(monkeypatch):
+    _, second, third = make_pipeline(3)
+    second.timeout, tensors, waits = 0.3, batch(0, 2, 4, torch.float32), []
+    receive = second._recv_bytes
+    monkeypatch.setattr(second, "_recv_bytes", lambda: (waits.append(1), receive())[1])
+    for pipeline in (second, third):
+        with pytest.raises(DistributedError, match=r"Stage 0 of 3 .* did not come within 0.3 s") as error, pipeline.step():
+            pipeline.recv(like(tensors))
+    assert waits == [1]
+    assert not isinstance(error.value, StageError)
+
+
 def test_a_failure_of_the_group_is_no_failure_of_a_step():
     """Where a rank of the first stage is lost, the next stage does not take it for an error of one step."""
     first, second = make_pipeline(2)

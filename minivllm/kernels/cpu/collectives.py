@@ -28,6 +28,12 @@ def enter(words, rank, number, what):
 
 
 @njit(nogil=True, cache=True)
+def entered(words, rank):
+    """The number of the last operation that a rank has entered. What it wrote before it did is seen after this."""
+    return read(words, LINE * rank + NUMBER)
+
+
+@njit(nogil=True, cache=True)
 def wait(words, world_size, number, what, spins, yields, yield_address):
     """Wait until all ranks have entered an operation: spin, then yield the core a number of times, then give up with `WAITING`."""
     for rank in range(world_size):
