@@ -45,6 +45,8 @@ ENGINES = {
     },
     "speculative": {"num_speculative_tokens": 3},
     "few blocks": {"num_gpu_blocks_override": 14, "max_num_seqs": 8},
+    "steps in flight": {"async_scheduling": True},
+    "stages": {"pipeline_parallel_size": 2},
 }
 
 
@@ -102,6 +104,7 @@ def go_on(engine, states):
         engine.core.stop_sequences(processed.stopped)
         for state in processed.updated:
             outputs[state.request.request_id].append(state.make_output())
+    engine.core.finish_surplus_steps()
     assert not engine.core.has_unfinished_requests()
     assert engine.block_manager.get_num_free_gpu_blocks() == engine.core.num_gpu_blocks
     return list(outputs.values())
