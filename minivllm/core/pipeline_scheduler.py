@@ -60,7 +60,7 @@ class PipelineScheduler(AsyncScheduler):
         return self._may_begin > 0 and super().may_join(seq)
 
     def _preempt(self, seq: Sequence, output: SchedulerOutput) -> None:
-        if self.speculation is not None and seq.num_tokens_in_flight:
+        if self.speculation is not None and seq.num_tokens_in_flight and seq.num_uncomputed_tokens <= 1:
             self.block_manager.free_draft_slots(seq)  # of drafts in flight, of which none will be kept
         super()._preempt(seq, output)
 
