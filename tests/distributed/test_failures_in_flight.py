@@ -39,7 +39,7 @@ def named(layout, rank, process=None):
 
 
 @LAYOUT
-@pytest.mark.parametrize(("what", "rank"), [("SIGKILL", 0), ("SIGKILL", 1), ("SIGSTOP", 1)])
+@pytest.mark.parametrize(("what", "rank"), [pytest.param("SIGKILL", 0, marks=pytest.mark.long), ("SIGKILL", 1), ("SIGSTOP", 1)])
 def test_a_worker_that_is_gone_ends_every_pending_step(folder, layout, what, rank):
     engine = load(folder, layout, sampler_cls=FailingSampler)
     executor, processes = engine.executor, processes_of(engine)
@@ -90,7 +90,7 @@ def test_a_rank_that_fails_alone_in_the_model_is_named(folder, rank, tmp_path, m
     assert all_gone(processes)
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (1, 3), pytest.param(0, 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), *(pytest.param(rank, 3, marks=pytest.mark.long) for rank in (1, 0))])
 def test_a_stage_that_fails_alone_costs_one_step(folder, size, rank, tmp_path, monkeypatch):
     """The later stages leave it, too, and all stages go on with the steps behind it."""
     file = tmp_path / "failing"

@@ -89,10 +89,10 @@ PROMPTS = prompts_of([1, 9, 17, 40, 33])
     "options",
     [
         {},
-        {"enforce_eager": True},
+        pytest.param({"enforce_eager": True}, marks=pytest.mark.long),
         {"quantization": "int8"},
-        {"dtype": "bfloat16"},
-        {"dtype": "float16", "attention_backend": "torch"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.long),
+        pytest.param({"dtype": "float16", "attention_backend": "torch"}, marks=pytest.mark.long),
     ],
     ids=str,
 )

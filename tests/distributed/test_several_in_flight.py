@@ -25,9 +25,10 @@ pytestmark = pytest.mark.slow
 NOTICED_SECONDS = 30.0
 GREEDY = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
 MAX_MODEL_LEN = 56
+MADE = [pytest.param(name, marks=() if name in ("two ranks", "two stages") else pytest.mark.long) for name in LAYOUTS]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=MADE)
 def layout(request):
     """How the model is divided."""
     return LAYOUTS[request.param]
@@ -135,13 +136,10 @@ def test_as_many_steps_are_in_flight_as_the_layout_allows(several, layout):
 # -- steps made by hand ----------------------------------------------------------------------------------------------
 
 
-SHOWN = ("two ranks", "two stages")
 """Layouts that are tried in any case."""
 
 
-@pytest.fixture(
-    scope="module", params=[name if name in SHOWN else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
-)
+@pytest.fixture(scope="module", params=MADE)
 def executor(folder, request):
     engine = load(folder, LAYOUTS[request.param], sampler_cls=FailingSampler)
     yield engine.executor
