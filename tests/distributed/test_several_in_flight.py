@@ -136,9 +136,6 @@ def test_as_many_steps_are_in_flight_as_the_layout_allows(several, layout):
 # -- steps made by hand ----------------------------------------------------------------------------------------------
 
 
-"""Layouts that are tried in any case."""
-
-
 @pytest.fixture(scope="module", params=MADE)
 def executor(folder, request):
     engine = load(folder, LAYOUTS[request.param], sampler_cls=FailingSampler)
