@@ -79,7 +79,7 @@ class ParallelConfig:
     @property
     def layer_partition(self) -> tuple[int, ...] | None:
         """The number of layers of each stage; None if they are divided evenly."""
-        return None if self.pp_layer_partition is None else tuple(map(int, self.pp_layer_partition.split(",")))
+        return None if self.pp_layer_partition is None else tuple(map(int, str(self.pp_layer_partition).split(",")))
 
     @property
     def world_size(self) -> int:

@@ -209,9 +209,9 @@ def _check_stages(config: ModelConfig, parallel_config: ParallelConfig) -> None:
             "intermediate_names: see minivllm.models.base.CausalLM."
         )
     if stages > config.num_layers:
+        layers = "1 layer" if config.num_layers == 1 else f"{config.num_layers} layers"
         raise ConfigError(
-            f"pipeline_parallel_size is {stages}, but {config.name} has {config.num_layers} layers, and each stage needs one: use at most "
-            f"{config.num_layers}."
+            f"pipeline_parallel_size is {stages}, but {config.name} has {layers}, and each stage needs one: use at most {config.num_layers}."
         )
     if partition is not None and sum(partition) != config.num_layers:
         raise ConfigError(
