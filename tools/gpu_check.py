@@ -49,6 +49,7 @@ NOT_HERE = "not smollm2"
 LESSONS = [f"{folder}/{name}.ipynb" for folder in ("notebooks", "solutions") for name in ("05_triton", "06_paged_attention")]
 """Notebooks about kernels."""
 QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
 }  # fmt: skip
