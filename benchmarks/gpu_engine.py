@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_engine.py --json gpu_engine.json
 
-The model has Qwen3-0.6B's sizes and random weights in bfloat16. The workload is nano-vllm's: 256 requests of 100 to 1,024 random tokens
+The model has Qwen3-0.6B's sizes and random weights in bfloat16 (`load_format="dummy"`). The workload is nano-vllm's: 256 requests of 100 to 1,024 random tokens
 in and out, drawn from `random.seed(0)`. No run can be faster than this limit: each decode step reads the keys and values of its contexts
 and, once, the weights, at the copy bandwidth; the products of all tokens run at the matrix rate. Both rates are measured here. Medians of
 several rounds.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import statistics
 import sys
@@ -27,7 +28,7 @@ from minivllm.bench.report import format_table, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
-from gpu_check import QWEN3, make_model
+from gpu_check import QWEN3
 
 NUM_REQUESTS, MAX_NUM_SEQS = 256, 256
 WAYS = {
@@ -81,9 +82,6 @@ def main() -> int:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each workload (default: 3)")
-    parser.add_argument(
-        "--model", type=Path, help="a folder that has the model already, as make_model of tools/gpu_check.py writes it"
-    )
     parser.add_argument("--json", type=Path, help="where to save the result")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -94,12 +92,10 @@ def main() -> int:
     floor = sum(output_lens) / floor_seconds([*map(len, prompts)], output_lens, 1e9 * bandwidth, 1e12 * matrix_rate)
     speeds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = args.model or Path(name)
-        if args.model is None:
-            make_model(folder)
+        (Path(name) / "config.json").write_text(json.dumps(QWEN3))
         for options in ({}, {"enable_chunked_prefill": True}):
             llm = LLM(
-                str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, max_num_seqs=MAX_NUM_SEQS,
+                name, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, max_num_seqs=MAX_NUM_SEQS,
                 max_num_batched_tokens=16384, **options,
             )  # fmt: skip
             measure(llm, prompts[:8], [8] * 8, 0.6)  # warm up

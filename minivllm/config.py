@@ -21,6 +21,7 @@ POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("recompute", "swap")
 QUANTIZATIONS = ("int8",)
 GENERATION_CONFIGS = ("auto", "vllm")
+LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LONGEST_WHOLE_PROMPT = 65_536
 """Tokens of a context beyond which prefill is chunked unless told otherwise: the activations of one step would take many gigabytes."""
@@ -48,6 +49,8 @@ class ModelConfig:
     model_cls: type | None = None
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     """What its generation_config.json recommends, by the names of `SamplingParams`; empty if that is not to be used."""
+    load_format: str = "auto"
+    """See `EngineArgs`."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,10 @@ class EngineArgs:
         'Sampling defaults: "auto" takes temperature, top_p and others from the model\'s generation_config.json where a request leaves them out; '
         '"vllm" ignores that file.',
     )
+    load_format: str = _arg(
+        "auto",
+        '"auto": the weights of the model\'s files; "dummy": random weights, always the same ones, of which no file is needed or downloaded.',
+    )
     dtype: str = _arg(
         "auto",
         'Data type of weights, activations and KV cache; "auto" is float32 on a CPU, otherwise what the model was saved in. '
@@ -276,6 +283,7 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         if self.quantization is not None:

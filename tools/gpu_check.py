@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import importlib
 import json
 import os
 import re
@@ -49,6 +50,7 @@ NOT_HERE = "not smollm2"
 LESSONS = [f"{folder}/{name}.ipynb" for folder in ("notebooks", "solutions") for name in ("05_triton", "06_paged_attention")]
 """Notebooks about kernels."""
 QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
 }  # fmt: skip
@@ -71,12 +73,12 @@ def run_benchmark(out: Path, sweep: bool) -> tuple[bool, dict]:
 
 
 def run_lesson(file: str) -> tuple[bool | None, str]:
-    """A notebook about kernels. Returns whether it ran to its end (None without nbclient), and what its cells printed."""
+    """A notebook about kernels. Returns whether it ran to its end (None: it could not be run here), and what its cells printed."""
+    needed = ("nbformat", "nbclient", "ipykernel")
     try:
-        import nbclient
-        import nbformat
-    except ImportError as error:
-        return None, f"not run: {error}"
+        nbformat, nbclient, _ = map(importlib.import_module, needed)
+    except ImportError as error:  # one of these, or what it needs itself
+        return None, f"{file} was not run: {error}. A notebook needs {', '.join(needed)} and what these need."
     notebook = nbformat.read(ROOT / file, as_version=4)
     for cell in notebook.cells:  # what can be solved in two languages is checked in Triton
         cell.source = re.sub(r"written\((\w+)_loops, \w+_kernel\)", r"written(\1_kernel, \1_loops)", cell.source)
@@ -282,8 +284,23 @@ def check_ranks(folder: Path) -> tuple[bool, dict]:
     return not different, speeds
 
 
+NOT_RUN = 2
+"""The status if no check failed, but not all of them were run."""
+
+
+def summarize(result: dict, out: Path) -> int:
+    """Print what passed, what failed and what was not run. Returns the status: 0, 1 if a check failed, else NOT_RUN if one was not run."""
+    checks = result["checks"].values()
+    print()
+    for name, passed in result["checks"].items():
+        print(f"{'not run' if passed is None else 'passed' if passed else 'FAILED'}  {name}")
+    missed = [kernel["name"] for kernel in result.get("kernels", []) if kernel["goal"] and not kernel["met"]]
+    print(f"goals missed: {', '.join(missed) or 'none'}\nwritten to {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}")
+    return 1 if False in checks else NOT_RUN if None in checks else 0
+
+
 def main() -> int:
-    """All checks; 0 if they passed (a missed speed goal is reported, but not a failure)."""
+    """All checks; 0 if they were run and passed (a missed speed goal is reported, but not a failure)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the JSON file (default: benchmarks/results/gpu_check_DATE.json)")
     parser.add_argument("--skip-tests", action="store_true", help="only the engine and the benchmark")
@@ -321,13 +338,7 @@ def main() -> int:
         note(file, passed, **{file: printed})
     if not args.skip_tests:
         note("kernel tests", run_tests())
-    checks = result["checks"]
-    print()
-    for name, passed in checks.items():
-        print(f"{'not run' if passed is None else 'passed' if passed else 'FAILED'}  {name}")
-    missed = [kernel["name"] for kernel in result.get("kernels", []) if kernel["goal"] and not kernel["met"]]
-    print(f"goals missed: {', '.join(missed) or 'none'}\nwritten to {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}")
-    return 1 if False in checks.values() else 0
+    return summarize(result, out)
 
 
 if __name__ == "__main__":

@@ -103,8 +103,10 @@ class EngineConfig:
             check_plugin(name, getattr(args, name), methods)
         if args.served_model_name is not None and not (args.served_model_name.strip() and args.served_model_name.isprintable()):
             raise ConfigError(f"served_model_name is {args.served_model_name!r}, but must be printable characters.")
-        model_config = load_model_config(str(args.model), resolve_model(args.model), args.max_model_len)
-        model_config = replace(model_config, name=args.served_model_name or _public_name(str(args.model)))
+        folder = resolve_model(args.model, with_weights=args.load_format != "dummy")
+        model_config = load_model_config(str(args.model), folder, args.max_model_len)
+        name = args.served_model_name or _public_name(str(args.model))
+        model_config = replace(model_config, name=name, load_format=args.load_format)
         if args.generation_config == "auto":
             model_config = replace(model_config, sampling_defaults=load_sampling_defaults(model_config.path))
         parallel_config = args.parallel_config()

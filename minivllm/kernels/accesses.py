@@ -55,6 +55,7 @@ def record_accesses() -> Iterator[list[Launch]]:
     recorder = _Recorder(interpreter)
     builder, executor = interpreter.interpreter_builder, interpreter.GridExecutor
     replacements: list[tuple[Any, str, Any]] = [
+        (interpreter, "_patch_lang_tensor", partial(_patch_tensor, interpreter._patch_lang_tensor)),
         (interpreter, "_implicit_cvt", partial(recorder.convert, interpreter._implicit_cvt)),
         (builder, "set_grid_dim", partial(recorder.set_grid, builder.set_grid_dim)),
         (builder, "create_masked_load", partial(recorder.load, builder.create_masked_load)),
@@ -75,6 +76,13 @@ def record_accesses() -> Iterator[list[Launch]]:
         for replacement in replacements:
             stack.enter_context(patch.object(*replacement, create=True))
         yield recorder.launches
+
+
+def _patch_tensor(original: Callable[..., None], tensor: Any, *scope: Any) -> None:
+    """Make Triton's tensors ready for the interpreter, as it does, and let `range` take its scalars, arrays of one element: Triton before 3.7 uses a
+    conversion of these that NumPy has refused since 2.5."""
+    original(tensor, *scope)
+    tensor.__index__ = lambda scalar: int(scalar.handle.data.item())
 
 
 def _as_method(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:

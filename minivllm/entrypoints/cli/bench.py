@@ -146,7 +146,8 @@ def find_model_config(arguments: argparse.Namespace) -> ModelConfig:
     from minivllm.models.hub import resolve_model
     from minivllm.models.registry import load_model_config
 
-    return load_model_config(arguments.model, resolve_model(arguments.model), arguments.max_model_len)
+    folder = resolve_model(arguments.model, with_weights=arguments.load_format != "dummy")
+    return load_model_config(arguments.model, folder, arguments.max_model_len)
 
 
 def make_engine(arguments: argparse.Namespace, **overrides: Any) -> LLMEngine:

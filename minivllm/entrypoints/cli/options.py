@@ -12,6 +12,7 @@ from minivllm.config import (
     DTYPES,
     EXECUTOR_BACKENDS,
     GENERATION_CONFIGS,
+    LOAD_FORMATS,
     POLICIES,
     PREEMPTION_MODES,
     QUANTIZATIONS,
@@ -22,6 +23,7 @@ from minivllm.errors import ConfigError
 
 _CHOICES = {
     "generation_config": GENERATION_CONFIGS,
+    "load_format": LOAD_FORMATS,
     "dtype": DTYPES,
     "quantization": QUANTIZATIONS,
     "device": ("auto", "cpu", "cuda"),
