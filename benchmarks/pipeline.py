@@ -25,7 +25,7 @@ from minivllm.engine.trace import EngineTrace
 from minivllm.executor.simulated import CostModel
 from minivllm.sampling_params import SamplingParams
 from minivllm.simulation.engine import make_simulated_engine
-from minivllm.viz.pipeline import draw_stages, stage_utilisation
+from minivllm.viz.pipeline import draw_bubbles, stage_utilisation
 
 COSTS = CostModel(fixed=2e-3, per_prefill_token=2e-5, per_decode_seq=6e-5, per_context_token=2e-7)
 """A small model on a GPU: decoding 32 sequences of 250 tokens takes 5.5 ms."""
@@ -118,7 +118,7 @@ def format_runs(runs: list[Run]) -> str:
 def draw(num_stages: int, num_requests: int) -> Figure:
     """Some steps in the middle, with balanced batches and without."""
     traces = {name: run(num_stages, scheduler, num_requests, True, False)[0] for name, scheduler in SCHEDULERS.items()}
-    return draw_stages(traces, first=60, num_steps=12)
+    return draw_bubbles(traces, first=60, num_steps=12)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from minivllm.engine.core_messages import EngineCoreOutput, NewTokens, make_output
 from minivllm.outputs import Logprob
@@ -27,7 +27,7 @@ class CoreOutputs:
         step: list[tuple[ScheduledSequence, SequenceOutput]],
         advanced: list[tuple[Sequence, int]],
         errors: Mapping[Request, str],
-        unfinished: Collection[str],
+        unfinished: Mapping[str, Request],
         now: float,
     ) -> None:
         """Add what a step has computed.
@@ -36,7 +36,7 @@ class CoreOutputs:
             step: Its sequences, each with its result.
             advanced: The sequences with new tokens, each with its place in `step`: forked siblings share one.
             errors: Why requests failed.
-            unfinished: Ids of the requests that have not finished.
+            unfinished: The requests that have not finished, by id. An id may have been given to another one since the step began.
             now: When the results came.
         """
         new_tokens: dict[Request, list[NewTokens]] = {}
@@ -57,7 +57,7 @@ class CoreOutputs:
             if not result.prompt_logprobs:
                 continue
             request = item.seq.request
-            if request in new_tokens or request.request_id in unfinished:
+            if request in new_tokens or unfinished.get(request.request_id) is request:
                 new_tokens.setdefault(request, [])  # none after a chunk in the middle of the prompt
                 prompt_logprobs[request] = result.prompt_logprobs
         for request, sequences in new_tokens.items():

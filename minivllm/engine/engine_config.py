@@ -53,7 +53,7 @@ def check_plugin(name: str, plugin: Any, methods: tuple[str, ...]) -> None:
         )
 
 
-def check_async_scheduling(args: EngineArgs) -> None:
+def check_steps_in_flight(args: EngineArgs) -> None:
     """Raise a ConfigError if the arguments ask for steps in flight where that is impossible."""
     scheduler_cls = args.scheduler_cls or AsyncScheduler
     if args.pipeline_parallel_size > 1:
@@ -111,7 +111,7 @@ class EngineConfig:
             model_config = replace(model_config, sampling_defaults=load_sampling_defaults(model_config.path))
         parallel_config = args.parallel_config()
         check_can_be_split(model_config, parallel_config)
-        check_async_scheduling(args)
+        check_steps_in_flight(args)
         scheduler_config = args.scheduler_config(model_config.max_model_len)
         return cls(
             model_config,

@@ -32,7 +32,7 @@ def stage_utilisation(trace: EngineTrace, first: int = 0, num_steps: int | None 
     return [sum(_busy(step[stage]) for step in ranks) / (end - start) for stage in range(len(ranks[0]))]
 
 
-def draw_stages(traces: Mapping[str, EngineTrace], first: int = 0, num_steps: int = 12) -> Figure:
+def draw_bubbles(traces: Mapping[str, EngineTrace], first: int = 0, num_steps: int = 12) -> Figure:
     """Draw which batch each stage computes when: a panel for each run, all as long as the shortest. The gaps are bubbles, and communication.
 
     A bar has the color of its batch, as long as there are as many batches as stages, and the number of sequences in it.

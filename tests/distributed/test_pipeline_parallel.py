@@ -7,6 +7,7 @@ import shutil
 from itertools import pairwise
 
 import pytest
+import steps_in_processes
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,15 +65,10 @@ def prompts_of(lengths, seed=0):
 
 def generate(engine, prompts, params):
     """Tokens and log-probabilities of all requests, by their place."""
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs[int(output.request_id)] = (
-                output.prompt_logprobs, [(completion.token_ids, completion.logprobs) for completion in output.outputs],
-            )  # fmt: skip
-    return [outputs[i] for i in range(len(prompts))]
+    return [
+        (output.prompt_logprobs, [(completion.token_ids, completion.logprobs) for completion in output.outputs])
+        for output in steps_in_processes.generate(engine, prompts, params)
+    ]
 
 
 def tokens_of(results):

@@ -6,6 +6,7 @@ import gc
 import math
 
 import pytest
+import steps_in_processes
 import torch
 from thread_ranks import engine_on_threads, make_groups, on_all_ranks
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -186,13 +187,9 @@ def prompts_of(lengths, vocab_size=323, seed=0):
 
 def generate(engine, prompts, params):
     """All texts, by the request's place."""
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs[int(output.request_id)] = [completion.token_ids for completion in output.outputs]
-    return [outputs[i] for i in range(len(prompts))]
+    return [
+        [completion.token_ids for completion in output.outputs] for output in steps_in_processes.generate(engine, prompts, params)
+    ]
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])

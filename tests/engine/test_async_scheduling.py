@@ -16,7 +16,7 @@ from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.data_parallel.messages import hash_config
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.core_messages import AddRequest
-from minivllm.engine.engine_config import EngineConfig, check_async_scheduling
+from minivllm.engine.engine_config import EngineConfig, check_steps_in_flight
 from minivllm.engine.engine_core_loop import MAX_FAILED_STEPS, EngineCoreLoop
 from minivllm.engine.trace import EngineTrace
 from minivllm.errors import ConfigError
@@ -98,7 +98,7 @@ class Tensor:
 )
 def test_asked_for_where_it_is_impossible(args, cause):
     with pytest.raises(ConfigError, match=f"async_scheduling is on, but {cause}.*: leave it out."):
-        check_async_scheduling(EngineArgs(async_scheduling=True, **args))
+        check_steps_in_flight(EngineArgs(async_scheduling=True, **args))
 
 
 def test_streams_of_a_core_in_a_thread_that_hang_up_or_stop_while_a_step_is_in_flight():

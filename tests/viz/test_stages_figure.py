@@ -12,7 +12,7 @@ from minivllm.core.pipeline_scheduler import PipelineScheduler, choose_scheduler
 from minivllm.errors import ConfigError
 from minivllm.simulation.engine import make_simulated_engine
 from minivllm.simulation.replay import replay
-from minivllm.viz.pipeline import draw_stages, stage_utilisation
+from minivllm.viz.pipeline import draw_bubbles, stage_utilisation
 
 
 def record(num_stages: int, num_requests: int, **options):
@@ -34,7 +34,9 @@ def test_a_batch_passes_through_the_stages_and_the_next_one_follows_it():
     for before, after in itertools.pairwise(trace):
         assert all(one.end == other.start for one, other in zip(before.ranks, after.ranks, strict=True)), "a bubble"
     assert stage_utilisation(trace) == [pytest.approx(8 / 9)] * 2
-    assert [axes.get_title(loc="left") for axes in draw_stages({"run": trace}, num_steps=8).axes] == ["run: stages busy 89%, 89%"]
+    assert [axes.get_title(loc="left") for axes in draw_bubbles({"run": trace}, num_steps=8).axes] == [
+        "run: stages busy 89%, 89%"
+    ]
 
 
 def test_one_sequence_keeps_one_stage_busy():
@@ -70,8 +72,8 @@ def test_a_trace_says_what_ran_and_is_not_replayed():
 
 def test_there_must_be_stages_and_enough_steps():
     with pytest.raises(ConfigError, match="record a trace with pipeline_parallel_size=2"):
-        draw_stages({"run": record(1, 1).trace}, num_steps=2)
+        draw_bubbles({"run": record(1, 1).trace}, num_steps=2)
     with pytest.raises(ConfigError, match="has 4 steps, but steps 1 to 4"):
-        draw_stages({"run": record(2, 1).trace}, first=1, num_steps=4)
+        draw_bubbles({"run": record(2, 1).trace}, first=1, num_steps=4)
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 0, but must be"):
         record(0, 1)
