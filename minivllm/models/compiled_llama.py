@@ -199,7 +199,6 @@ class CompiledAttention:
         """The previous layer's output and the residual stream (None at the first layer) to attention's output and the stream, to
         which the former was added.
         """
-        residual = x.new_zeros(x.shape) if residual is None else residual
         out, total = self.kernels.attention_block(self.weights, x, residual, positions, kv_cache, metadata, *self.settings)
         return self.all_reduce(out), total
 

@@ -66,7 +66,7 @@ class LayerWeights(NamedTuple):
 def attention_block(
     weights: AttentionWeights,
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     positions: Tensor,
     kv_cache: tuple[Tensor, Tensor],
     metadata: Any,
@@ -78,7 +78,8 @@ def attention_block(
 
     Args:
         weights: The layer's.
-        x, residual: `[num_tokens, hidden_size]`, float32: what the layer before adds to the residual stream, and the stream.
+        x, residual: `[num_tokens, hidden_size]`, float32: what the layer before adds to the residual stream, and the stream; or the
+            embeddings and None.
         positions: `[num_tokens]`.
         kv_cache: The layer's.
         metadata: The `layers.attention.AttentionMetadata` of the batch; not checked.
@@ -91,7 +92,7 @@ def attention_block(
     num_tokens = len(x)
     out, total = x.new_empty(padded_rows(num_tokens), x.shape[1]), x.new_empty(x.shape)
     _attention_block(
-        x.contiguous().numpy(), residual.contiguous().numpy(), *_as_arrays(positions, kv_cache, metadata), *weights, np.float32(scale),
+        x.contiguous().numpy(), _stream(x, residual), *_as_arrays(positions, kv_cache, metadata), *weights, np.float32(scale),
         np.float32(eps), out.numpy(), total.numpy(), *_num_threads(num_tokens), *_sizes(kv_cache, group),
     )  # fmt: skip
     return out[:num_tokens], total
@@ -142,14 +143,20 @@ def decoder_layers(
     """
     out, total = x.new_empty(x.shape), x.new_empty(x.shape if last_norm is None else (0, 0))
     attention, mlp = weights
-    before = x.new_zeros(x.shape) if residual is None else residual.contiguous()
     norm = np.empty(0, np.float32) if last_norm is None else last_norm
     _decoder_layers(
-        x.contiguous().numpy(), before.numpy(), *_as_arrays(positions, kv_cache, metadata), addresses, caches, norm, *attention, *mlp,
+        x.contiguous().numpy(), _stream(x, residual), *_as_arrays(positions, kv_cache, metadata), addresses, caches, norm, *attention, *mlp,
         np.float32(scale), np.float32(attention_eps), np.float32(mlp_eps), np.float32(last_eps), out.numpy(), total.numpy(), padded_rows(len(x)),
         *_num_threads(len(x)), *_sizes(kv_cache, group),
     )  # fmt: skip
     return out, total if last_norm is None else None
+
+
+def _stream(x: Tensor, residual: Tensor | None) -> np.ndarray:
+    """The residual stream before a layer. At the first, zeros of NumPy's: torch's would wake its threads, which go on spinning in the
+    way of these kernels' own.
+    """
+    return np.zeros(x.shape, np.float32) if residual is None else residual.contiguous().numpy()
 
 
 def _as_arrays(positions: Tensor, kv_cache: tuple[Tensor, Tensor], metadata: Any) -> tuple:
