@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,11 +104,12 @@ def _can_measure(name: str, weight: Tensor) -> bool:
 
 
 @torch.inference_mode()
-def measure_linear(repeats: int = 5) -> dict[str, dict[int, float]]:
-    """Way to rows to median milliseconds of a pass over all layers."""
+def measure_linear(repeats: int = 5, names: Sequence[str] = tuple(WAYS)) -> dict[str, dict[int, float]]:
+    """Way to rows to median milliseconds of a pass over all layers, for some of `WAYS`."""
     weights = [torch.randn(shape) for shape in SHAPES]
     result: dict[str, dict[int, float]] = {}
-    for name, make in WAYS.items():
+    for name in names:
+        make = WAYS[name]
         if not _can_measure(name, weights[0]):
             continue
         products: list[Product] = []

@@ -1,42 +1,48 @@
-"""Checks the engine on a GPU: `make gpu-check`. Needs no network and installs nothing.
+"""Checks the engine on a GPU: `make gpu-check`, or some parts of it: `make gpu-check ARGS="tests logits"`. Needs no network and installs nothing.
 
-1. The kernels against the device's limits (benchmarks/gpu_kernels.py).
-2. The engine in bfloat16, on a model of Qwen3-0.6B's sizes with random weights: its logits must be as close to those of
-   transformers in float32 as transformers' own bfloat16 logits are.
-3. CUDA graphs: a replay must give exactly the output of the same step without a graph, and a generation the same tokens. Speed with
-   graphs and without, and with two steps in flight, of which random draws, log-probabilities and several continuations are compared, too.
-4. Two ranks: with NCCL if there are two GPUs, else both on the one GPU over gloo, for correctness alone. The tokens must be those of one.
-5. Lessons 05 and 06 and their solutions from top to bottom, their kernels compiled; what they print is saved.
-6. All kernel tests, with the Triton kernels compiled, and those of transfers: launching a step must not wait for the GPU.
+One after another, because they are timed:
 
-The results are saved as JSON.
+- kernels: against the device's limits (benchmarks/gpu_kernels.py).
+- engine: tokens per second against what the card allows, and over HTTP (benchmarks/gpu_engine.py, one round).
+
+Then all at once, on a model of Qwen3-0.6B's sizes with random weights:
+
+- logits: those in bfloat16 must be as close to transformers in float32 as transformers' own are.
+- replays: a CUDA graph must give exactly the output of the same step without it.
+- tokens: the same eagerly, with graphs, and with two steps in flight.
+- draws: random draws, log-probabilities and several continuations, with two steps in flight and with one.
+- ranks: two ranks and two stages must give the tokens of one; with NCCL if there are two GPUs, else both on the one GPU over gloo.
+- lessons: 05 and 06 and their solutions from top to bottom, their kernels compiled; what they print is saved.
+- tests: all kernel tests, with the Triton kernels compiled, and those of transfers: launching a step must not wait for the GPU.
+
+And only if asked for, as they take minutes and the GPU's host often has AMX: amx (benchmarks/amx.py, timed) and amx-tests.
+
+Each part is a process of its own, so that a kernel that breaks the GPU's context takes no other part with it. Results are saved as JSON after
+each part, beside those that the file has of other parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
-import gc
-import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "benchmarks")]
 
-from minivllm import LLM, SamplingParams  # noqa: E402
+from gpu_checks import CHECKS, LESSONS, NOT_RUN  # noqa: E402
+
 from minivllm.bench.report import find_origin, to_json  # noqa: E402
-from minivllm.request import EngineCoreRequest, Request, Sequence  # noqa: E402
-from minivllm.scheduler_output import ScheduledSequence  # noqa: E402
-from minivllm.worker.worker import Worker  # noqa: E402
 
 TESTS = [
     "tests/kernels/test_kernels.py",
@@ -45,300 +51,154 @@ TESTS = [
     "tests/model/test_model_input.py",
     "tests/model/test_transfer.py",
 ]
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 NOT_HERE = "not smollm2"
 """The default model comes from a package that may not be installed here."""
-LESSONS = [f"{folder}/{name}.ipynb" for folder in ("notebooks", "solutions") for name in ("05_triton", "06_paged_attention")]
-"""Notebooks about kernels."""
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
-}  # fmt: skip
-"""The sizes of Qwen3-0.6B."""
+TIMED = ("kernels", "engine", "amx")
+"""Parts that have the machine for themselves."""
+NOT_BY_DEFAULT = ("amx", "amx-tests")
+PARTS = ("kernels", "engine", *(name for name in CHECKS if name != "model"), "lessons", "tests", *NOT_BY_DEFAULT)
+LONGEST = 300.0
+"""Seconds after which a part is stopped; those that are not run by default may take three times as long."""
 
 
-def run_tests() -> bool:
-    """The tests that need only pytest and hypothesis."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", NOT_HERE, *TESTS]
-    print("$", *command[1:], flush=True)
-    return subprocess.call(command, cwd=ROOT, env=os.environ | {"HYPOTHESIS_PROFILE": "gpu-check"}) == 0
+@dataclass(frozen=True)
+class Outcome:
+    """How a part ended.
 
-
-def run_benchmark(out: Path, sweep: bool) -> tuple[bool, dict]:
-    """The kernels against the device's limits."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # minivllm need not be installed
-    command = [sys.executable, "benchmarks/gpu_kernels.py", "--out", str(out), *(["--sweep"] if sweep else [])]
-    passed = subprocess.call(command, cwd=ROOT, env=environment) == 0
-    return passed, json.loads(out.read_text()) if passed else {}
-
-
-def run_lesson(file: str) -> tuple[bool | None, str]:
-    """A notebook about kernels. Returns whether it ran to its end (None: it could not be run here), and what its cells printed."""
-    needed = ("nbformat", "nbclient", "ipykernel")
-    try:
-        nbformat, nbclient, _ = map(importlib.import_module, needed)
-    except ImportError as error:  # one of these, or what it needs itself
-        return None, f"{file} was not run: {error}. A notebook needs {', '.join(needed)} and what these need."
-    notebook = nbformat.read(ROOT / file, as_version=4)
-    for cell in notebook.cells:  # what can be solved in two languages is checked in Triton
-        cell.source = re.sub(r"written\((\w+)_loops, \w+_kernel\)", r"written(\1_kernel, \1_loops)", cell.source)
-    try:
-        nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str((ROOT / file).parent)}}).execute()
-    except nbclient.exceptions.CellExecutionError as error:
-        return False, str(error)
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    return True, "".join(output.text for output in outputs if output.output_type == "stream")
-
-
-def make_model(folder: Path) -> None:
-    """Random weights of Qwen3-0.6B's sizes, in float32."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(Qwen3Config(**QWEN3))
-        for name, parameter in model.named_parameters():
-            if "norm" in name:  # ones would hide a mistake
-                torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
-            elif "embed" in name:  # with the usual ones, all logits would be nearly equal
-                torch.nn.init.normal_(parameter, std=0.2)
-    model.cpu().save_pretrained(folder)
-
-
-def random_prompts(lengths: list[int]) -> list[list[int]]:
-    """Token ids of these lengths."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, QWEN3["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
-
-
-def load(folder: Path, **options: object) -> LLM:
-    """An engine on that model."""
-    return LLM(str(folder), skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=64, **options)
-
-
-def check_logits(folder: Path) -> bool:
-    """Logits of every position of a ragged batch, and then of a decode, against transformers one prompt at a time."""
-    from transformers import AutoModelForCausalLM
-
-    prompts = random_prompts([2, 15, 16, 17, 300, 1000])
-    expected, theirs = (
-        [compute_logits(model, prompt) for prompt in prompts]
-        for model in (AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval() for dtype in (torch.float32, torch.bfloat16))
-    )  # fmt: skip
-    worker = load(folder, dtype="bfloat16", enforce_eager=True, num_gpu_blocks_override=200).llm_engine.executor.worker
-    seqs = [
-        Sequence(i, Request(EngineCoreRequest(str(i), ids, SamplingParams(), max_num_tokens=2048)))
-        for i, ids in enumerate(prompts)
-    ]
-    tables, used = [], 0
-    for prompt in prompts:
-        count = -(-len(prompt) // 16)
-        tables.append(list(range(used, used + count))[::-1])
-        used += count
-    # All but the last token as a prefill, the last one as a decode.
-    ours = run_step(worker, seqs, [len(prompt) - 1 for prompt in prompts], tables)
-    for seq, prompt in zip(seqs, prompts, strict=True):
-        seq.num_computed_tokens = len(prompt) - 1
-    decoded = run_step(worker, seqs, [1] * len(prompts), tables)
-    passed = True
-    for name, logits, rows in (("prefill", ours, slice(None, -1)), ("decode", decoded, slice(-1, None))):
-        wanted = torch.cat([part[rows] for part in expected])
-        error, reference = (
-            float((x - wanted).norm() / wanted.norm()) for x in (logits, torch.cat([part[rows] for part in theirs]))
-        )
-        print(f"relative error of bfloat16 logits, {name}: ours {error:.4f}, transformers' {reference:.4f}")
-        passed &= error < 1.25 * reference
-    return passed
-
-
-@torch.inference_mode()
-def compute_logits(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
-    """transformers' logits of every position."""
-    return model(torch.tensor([prompt], device="cuda")).logits[0].float().cpu()
-
-
-@torch.inference_mode()
-def run_step(worker: Worker, seqs: list[Sequence], num_tokens: list[int], tables: list[list[int]]) -> torch.Tensor:
-    """Logits of every row of a step."""
-    runner, caches = worker.model_runner, worker.cache_engine.gpu_cache
-    scheduled = [ScheduledSequence(*item).to_data() for item in zip(seqs, num_tokens, tables, strict=True)]
-    inputs = runner.prepare_inputs(scheduled, num_blocks=len(caches[0][0]))
-    return runner.model.compute_logits(runner.model(inputs.input_ids, inputs.positions, caches, inputs.metadata)).float().cpu()
-
-
-def check_replay(folder: Path) -> bool:
-    """A replayed graph against the same padded step run eagerly."""
-    worker = load(folder, dtype="bfloat16", num_gpu_blocks_override=600).llm_engine.executor.worker
-    runner, caches = worker.model_runner, worker.cache_engine.gpu_cache
-    graphs = runner.graphs
-    if graphs is None:
-        print("no CUDA graphs were captured")
-        return False
-    equal = True
-    for num_seqs in (1, 3, 8, 33, 64):
-        lengths = [1 + (7 * i) % 120 for i in range(num_seqs)]
-        scheduled = []
-        for i, length in enumerate(lengths):
-            seq = Sequence(i, Request(EngineCoreRequest(str(i), [5 + i] * (length + 1), SamplingParams(), max_num_tokens=2048)))
-            seq.num_computed_tokens = length
-            scheduled.append(ScheduledSequence(seq, 1, [i * 9 + j for j in range(length // 16 + 1)]).to_data())
-        inputs = runner.prepare_inputs(scheduled, num_blocks=600)
-        with torch.inference_mode():
-            replayed = graphs.run(inputs).clone()
-            size = next(size for size in graphs.sizes if size >= num_seqs)
-            padded = graphs.inputs.view(size)
-            eager = runner.model(padded.input_ids, padded.positions, caches, padded.metadata)[:num_seqs]
-        equal &= torch.equal(replayed, eager)
-    print(f"replayed steps equal eager ones exactly: {equal}")
-    return equal
-
-
-WAYS = (("eager", True, False), ("graphs", False, False), ("graphs, two steps in flight", False, True))
-"""A name, `enforce_eager` and `async_scheduling`."""
-
-
-def check_generation(folder: Path) -> tuple[bool, dict]:
-    """Tokens with and without graphs, and with two steps in flight, in float32; and throughput of all, in bfloat16 too.
-
-    The requests finish one after another, so that batches of many sizes are padded. In bfloat16 a padded batch may be multiplied in
-    another order, and near ties fall either way: there check_replay compares.
+    Attributes:
+        passed: None if it could not be run here.
+        seconds: How long it took.
+        results: What it has measured.
+        printed: Its output, unless that was shown while it ran.
     """
-    params = [SamplingParams(temperature=0, max_tokens=40 + i, ignore_eos=True) for i in range(37)]
-    prompts = random_prompts([1 + 11 * i % 200 for i in range(37)])
-    tokens, speeds = {}, {}
-    for dtype in ("float32", "bfloat16"):
-        for name, enforce_eager, async_scheduling in WAYS:
-            options = {"enforce_eager": enforce_eager, "async_scheduling": async_scheduling}
-            llm = load(folder, dtype=dtype, num_gpu_blocks_override=4000, **options)
-            llm.generate(prompts[:2], params[:2], use_tqdm=False)
-            start = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            speeds[f"{dtype}, {name}"] = sum(param.max_tokens for param in params) / (time.perf_counter() - start)
-            tokens[dtype, name] = [output.outputs[0].token_ids for output in outputs]
-            del llm
-            gc.collect()
-            torch.cuda.empty_cache()
-    for name, speed in speeds.items():
-        print(f"37 requests of 40 to 76 tokens, {name}: {speed:,.0f} tokens/s")
-    equal = all(tokens["float32", name] == tokens["float32", "eager"] for name, *_ in WAYS)
-    print(f"equal tokens eagerly, with graphs, and with two steps in flight, float32: {equal}")
-    return equal, speeds
+
+    passed: bool | None
+    seconds: float
+    results: dict
+    printed: str
 
 
-def check_steps_in_flight(folder: Path) -> bool:
-    """Two steps in flight against one: draws, several continuations, stop tokens and log-probabilities, in float32."""
-    wishes = (
-        {"logprobs": 3},
-        {"n": 3},
-        {"top_k": 20, "min_p": 0.01},
-        {"temperature": 0, "logit_bias": {5: 3.0}, "min_tokens": 9},
-    )
-    stops = list(range(0, QWEN3["vocab_size"], 97))
-    params = [SamplingParams(max_tokens=30 + i, seed=i, stop_token_ids=stops, **wishes[i % 4]) for i in range(24)]
-    prompts = random_prompts([1 + 11 * i % 200 for i in range(24)])
-    found, logprobs = [], []
-    for async_scheduling in (False, True):
-        options = {"num_gpu_blocks_override": 4000, "async_scheduling": async_scheduling, "enforce_eager": True}
-        llm = load(folder, dtype="float32", **options)
-        completions = [c for output in llm.generate(prompts, params, use_tqdm=False) for c in output.outputs]
-        found.append([(c.token_ids, c.finish_reason, c.stop_reason) for c in completions])
-        entries = [entry for c in completions for entry in c.logprobs or ()]
-        logprobs.append(torch.tensor([logprob.logprob for entry in entries for logprob in list(entry.values())[:3]]))
-        del llm
-        gc.collect()
-        torch.cuda.empty_cache()
-    equal = found[0] == found[1] and torch.allclose(*logprobs, atol=1e-3)
-    print(f"equal draws, reasons and log-probabilities with two steps in flight, float32: {equal}")
-    return equal
+def command_of(name: str, folder: Path, results: Path) -> list[str]:
+    """What Python runs for a part or a lesson.
+
+    Args:
+        name: The part, the lesson's file, or "model".
+        folder: Where the model is.
+        results: A file for what it measures, as JSON.
+    """
+    if name == "kernels":
+        return ["benchmarks/gpu_kernels.py", "--out", str(results)]
+    if name == "engine":
+        return ["benchmarks/gpu_engine.py", "--quick", "--rounds", "1", "--json", str(results)]
+    if name == "amx":
+        return ["benchmarks/amx.py", "--json", str(results)]
+    if name == "tests":
+        return [*PYTEST, *_several_processes(), "-k", NOT_HERE, *TESTS]
+    if name == "amx-tests":
+        return [*PYTEST, "--long", "tests/kernels/test_amx.py"]
+    return ["tools/gpu_checks.py", name, "--model", str(folder), "--out", str(results)]
 
 
-RANKS = {
-    "one rank": {},
-    "two ranks": {"tensor_parallel_size": 2},
-    "two ranks, two steps in flight": {"tensor_parallel_size": 2, "async_scheduling": True},
-    "two stages": {"pipeline_parallel_size": 2},
-}
+def _several_processes() -> list[str]:
+    """For pytest: kernels take longer to compile than to run."""
+    try:
+        import xdist  # noqa: F401
+    except ImportError:
+        return []
+    return ["-n", str(max(1, min(12, (os.cpu_count() or 1) - 2)))]
 
 
-def check_ranks(folder: Path) -> tuple[bool, dict]:
-    """Tokens of several ranks and stages against those of one rank, in float32, and throughput of all."""
-    num_gpus = torch.cuda.device_count()
-    if num_gpus == 1:
-        print("NCCL is not checked: there is one GPU. Two ranks share it, over gloo.")
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    prompts = random_prompts([1 + 11 * i % 200 for i in range(16)])
-    tokens, speeds = {}, {}
-    for name, options in RANKS.items():
-        llm = load(folder, dtype="float32", num_gpu_blocks_override=2000, **options)
-        llm.generate(prompts[:2], params, use_tqdm=False)
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        speeds[f"{name}, {num_gpus} GPUs"] = 16 * 40 / (time.perf_counter() - start)
-        tokens[name] = [output.outputs[0].token_ids for output in outputs]
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        torch.cuda.empty_cache()
-    different = [name for name in RANKS if tokens[name] != tokens["one rank"]]
-    print(f"other tokens than on one rank, float32: {', '.join(different) or 'none'}; tokens/s: {speeds}")
-    return not different, speeds
+def run_part(name: str, folder: Path, alone: bool) -> Outcome:
+    """Run a part in a process of its own; one that runs alone shows its output as it comes."""
+    with tempfile.TemporaryDirectory() as place:
+        results, log = Path(place) / "results.json", Path(place) / "log"
+        command = command_of(name, folder, results)
+        # minivllm need not be installed
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "HYPOTHESIS_PROFILE": "gpu-check", "PYTHONUNBUFFERED": "1"}
+        print("$ python", *command, flush=True)
+        start, longest = time.monotonic(), LONGEST * (3 if name in NOT_BY_DEFAULT else 1)
+        with log.open("wb") as file:
+            output = None if alone else file
+            try:
+                status = subprocess.run(
+                    [sys.executable, *command], cwd=ROOT, env=environment, stdout=output, stderr=output and subprocess.STDOUT, timeout=LONGEST
+                ).returncode  # fmt: skip
+            except subprocess.TimeoutExpired:
+                file.write(f"Stopped after {longest:.0f} seconds.\n".encode())
+                status = 1
+        found = json.loads(results.read_text()) if results.exists() else {}
+        passed = None if status == NOT_RUN else status == 0
+        return Outcome(passed, time.monotonic() - start, found, log.read_text(errors="replace"))
 
 
-NOT_RUN = 2
-"""The status if no check failed, but not all of them were run."""
+def run_parts(parts: list[str], note) -> None:  # noqa: ANN001
+    """Run parts: the timed ones alone, and then the others together. Calls `note(name, outcome)` after each."""
+    with tempfile.TemporaryDirectory() as name, concurrent.futures.ThreadPoolExecutor(len(PARTS) + len(LESSONS)) as pool:
+        folder = Path(name)
+        for part in parts:
+            if part in TIMED:
+                note(part, run_part(part, folder, alone=True))
+        together = [part for part in parts if part not in TIMED and part != "lessons"] + (LESSONS if "lessons" in parts else [])
+        if any(part in CHECKS for part in together):
+            made = run_part("model", folder, alone=True)
+            if not made.passed:
+                together = [part for part in together if part not in CHECKS]
+                for part in parts:
+                    if part in CHECKS:
+                        note(part, Outcome(None, 0.0, {}, "The model could not be made.\n"))
+        running = {pool.submit(run_part, part, folder, alone=False): part for part in together}
+        for future in concurrent.futures.as_completed(running):
+            note(running[future], future.result())
 
 
 def summarize(result: dict, out: Path) -> int:
-    """Print what passed, what failed and what was not run. Returns the status: 0, 1 if a check failed, else NOT_RUN if one was not run."""
+    """Print what passed, what failed and what was not run. Returns the status: 0, 1 if a check failed, else 2 if one was not run."""
     checks = result["checks"].values()
     print()
-    for name, passed in result["checks"].items():
-        print(f"{'not run' if passed is None else 'passed' if passed else 'FAILED'}  {name}")
-    missed = [kernel["name"] for kernel in result.get("kernels", []) if kernel["goal"] and not kernel["met"]]
-    print(f"goals missed: {', '.join(missed) or 'none'}\nwritten to {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}")
-    return 1 if False in checks else NOT_RUN if None in checks else 0
+    for name, check in result["checks"].items():
+        word = "not run" if check["passed"] is None else "passed" if check["passed"] else "FAILED"
+        print(f"{word:<9}{name:<36}{check['seconds']:>5.0f} s")
+    kernels = result.get("kernels", {}).get("kernels", [])
+    missed = [kernel["name"] for kernel in kernels if kernel["goal"] and not kernel["met"]]
+    missed += [row["name"] for row in result.get("engine", {}).get("rows", []) if row["met"] is False]
+    print(f"goals missed: {'; '.join(missed) or 'none'}\nwritten to {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}")
+    passed = [check["passed"] for check in checks]
+    return 1 if False in passed else NOT_RUN if None in passed else 0
 
 
 def main() -> int:
-    """All checks; 0 if they were run and passed (a missed speed goal is reported, but not a failure)."""
+    """0 if all parts were run and passed (a missed speed goal is reported, but not a failure)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (default: all but {' and '.join(NOT_BY_DEFAULT)})"
+    )
     parser.add_argument("--out", type=Path, help="the JSON file (default: benchmarks/results/gpu_check_DATE.json)")
-    parser.add_argument("--skip-tests", action="store_true", help="only the engine and the benchmark")
-    parser.add_argument("--sweep", action="store_true", help="also try other tile sizes (some minutes)")
     args = parser.parse_args()
+    if unknown := [part for part in args.parts if part not in PARTS]:
+        parser.error(f"there is no part {unknown[0]!r}, only {', '.join(PARTS)}.")
     if not torch.cuda.is_available():
         print("There is no CUDA device that torch can use here. Without one, `make test` runs the same kernels interpreted.")
         return 1
     out = args.out or ROOT / f"benchmarks/results/gpu_check_{datetime.date.today().isoformat()}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    result = find_origin() | {"checks": {}}
+    earlier = json.loads(out.read_text()) if out.exists() else {}
+    result = earlier | find_origin() | {"checks": earlier.get("checks", {})}
     print(result["machine"], flush=True)
+    parts = [part for part in PARTS if part in args.parts or (not args.parts and part not in NOT_BY_DEFAULT)]
+    start = time.monotonic()
 
-    def note(name: str, passed: bool | None, **more: object) -> None:
-        """Save what is known so far, in case a borrowed machine is taken back."""
-        result["checks"][name] = passed
-        result.update(more)
+    def note(name: str, outcome: Outcome) -> None:
+        """Show and save what is known so far, in case a borrowed machine is taken back."""
+        print(f"\n== {name}, {outcome.seconds:.0f} s\n{outcome.printed}", flush=True)
+        result["checks"][name] = {"passed": outcome.passed, "seconds": round(outcome.seconds, 1)}
+        result.update({name: outcome.results} if outcome.results else {})
         out.write_text(to_json(result))
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        passed, numbers = run_benchmark(folder / "kernels.json", args.sweep)
-        note("benchmark", passed, **numbers)
-        make_model(folder)
-        note("bfloat16 logits", check_logits(folder))
-        note("replays", check_replay(folder))
-        equal, speeds = check_generation(folder)
-        note("tokens with graphs and steps in flight", equal, tokens_per_second=speeds)
-        note("draws with two steps in flight", check_steps_in_flight(folder))
-        equal, speeds = check_ranks(folder)
-        note("tokens of several ranks and stages", equal, tokens_per_second_by_ranks=speeds)
-    for file in LESSONS:
-        passed, printed = run_lesson(file)
-        print(printed)
-        note(file, passed, **{file: printed})
-    if not args.skip_tests:
-        note("kernel tests", run_tests())
-    return summarize(result, out)
+    run_parts(parts, note)
+    status = summarize(result, out)
+    print(f"{time.monotonic() - start:.0f} s")
+    return status
 
 
 if __name__ == "__main__":

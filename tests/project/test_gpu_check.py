@@ -1,8 +1,10 @@
-"""`make gpu-check` tells what was not run from what passed."""
+"""`make gpu-check`: what is run, what is kept of it, and what was not run is told from what passed."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,30 +13,126 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def gpu_check():
-    """The module."""
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "tools/gpu_check.py")
+def load(name):
+    """A module of tools/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def gpu_check():
+    return load("gpu_check")
+
+
+@pytest.fixture
+def pretended(gpu_check, monkeypatch):
+    """gpu_check with scripts in place of the parts: what each does, and by default nothing. Returns these, and a list of parts that were run."""
+    scripts, ran = {}, []
+
+    def command_of(name, folder, results):
+        ran.append(name)
+        return ["-c", scripts.get(name, "").replace("RESULTS", repr(str(results)))]
+
+    monkeypatch.setattr(gpu_check, "command_of", command_of)
+    monkeypatch.setattr(gpu_check.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check, "find_origin", lambda: {"machine": "a machine"})
+    return scripts, ran
+
+
+def run(gpu_check, monkeypatch, out, *parts):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *parts, "--out", str(out)])
+    return gpu_check.main()
 
 
 @pytest.mark.parametrize("missing", ["nbformat", "nbclient", "ipykernel"])
 def test_a_lesson_that_cannot_run_here_is_not_run(gpu_check, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
-    passed, said = gpu_check.run_lesson("notebooks/05_triton.ipynb")
+    passed, said = sys.modules["gpu_checks"].run_lesson("notebooks/05_triton.ipynb")
     assert passed is None and "notebooks/05_triton.ipynb was not run" in said and missing in said
 
 
 @pytest.mark.parametrize(
-    ("checks", "status", "words"),
+    ("statuses", "status", "words"),
     [
-        ({"a": True, "b": True}, 0, ["passed  a", "passed  b"]),
-        ({"a": True, "b": None}, 2, ["passed  a", "not run  b"]),
-        ({"a": False, "b": None}, 1, ["FAILED  a", "not run  b"]),
+        ({"logits": 0, "tests": 0}, 0, ["passed   logits", "passed   tests"]),
+        ({"logits": 0, "tests": 2}, 2, ["passed   logits", "not run  tests"]),
+        ({"logits": 1, "tests": 2}, 1, ["FAILED   logits", "not run  tests"]),
     ],
 )
-def test_not_run_is_a_word_and_a_status_of_its_own(gpu_check, capsys, tmp_path, checks, status, words):
-    assert gpu_check.summarize({"checks": checks}, tmp_path / "out.json") == status
-    assert capsys.readouterr().out.split("\n")[1:3] == words
+def test_not_run_is_a_word_and_a_status_of_its_own(gpu_check, pretended, monkeypatch, capsys, tmp_path, statuses, status, words):
+    scripts, _ = pretended
+    scripts.update({name: f"exit({code})" for name, code in statuses.items()})
+    assert run(gpu_check, monkeypatch, tmp_path / "out.json", *statuses) == status
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in words)
+
+
+def test_a_part_that_dies_takes_no_other_with_it_and_its_output_is_shown(gpu_check, pretended, monkeypatch, capfd, tmp_path):
+    scripts, _ = pretended
+    scripts["draws"] = "import os; print('as far as here', flush=True); os.abort()"
+    scripts["kernels"] = "import json; json.dump({'kernels': [{'name': 'slow', 'goal': 2, 'met': False}]}, open(RESULTS, 'w'))"
+    assert run(gpu_check, monkeypatch, tmp_path / "out.json", "draws", "kernels", "tokens") == 1
+    printed = capfd.readouterr().out
+    assert "as far as here" in printed and "FAILED   draws" in printed and "passed   tokens" in printed
+    assert "goals missed: slow" in printed
+
+
+def test_parts_are_kept_beside_those_that_were_run_before(gpu_check, pretended, monkeypatch, tmp_path):
+    scripts, ran = pretended
+    out = tmp_path / "out.json"
+    scripts["kernels"] = "import json; json.dump({'kernels': []}, open(RESULTS, 'w'))"
+    run(gpu_check, monkeypatch, out, "kernels")
+    assert run(gpu_check, monkeypatch, out, "tests") == 0
+    result = json.loads(out.read_text())
+    assert list(result["checks"]) == ["kernels", "tests"] and result["kernels"] == {"kernels": []}
+    assert ran == ["kernels", "tests"]  # and no model was made for these
+
+
+def test_all_parts_are_run_but_those_that_take_minutes(gpu_check, pretended, monkeypatch, tmp_path):
+    _, ran = pretended
+    assert run(gpu_check, monkeypatch, tmp_path / "out.json") == 0
+    lessons = sys.modules["gpu_checks"].LESSONS
+    assert ran[:3] == ["kernels", "engine", "model"]  # the timed ones alone and first
+    assert sorted(ran[3:]) == sorted(["logits", "replays", "tokens", "draws", "ranks", "tests", *lessons])
+
+
+def test_without_its_model_a_check_is_not_run(gpu_check, pretended, monkeypatch, tmp_path):
+    scripts, ran = pretended
+    scripts["model"] = "exit(1)"
+    assert run(gpu_check, monkeypatch, tmp_path / "out.json", "logits", "tests") == 2
+    assert ran == ["model", "tests"]
+
+
+def test_a_part_that_hangs_is_stopped(gpu_check, pretended, monkeypatch, capsys, tmp_path):
+    scripts, _ = pretended
+    scripts["tests"] = "import time; time.sleep(60)"
+    monkeypatch.setattr(gpu_check, "LONGEST", 0.5)
+    assert run(gpu_check, monkeypatch, tmp_path / "out.json", "tests") == 1
+    assert "Stopped after" in capsys.readouterr().out
+
+
+def test_a_part_that_does_not_exist_is_refused(gpu_check, pretended, monkeypatch, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        run(gpu_check, monkeypatch, tmp_path / "out.json", "kernel")
+    assert "there is no part 'kernel', only kernels, engine" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_engines_benchmark_runs(tmp_path):
+    """Its rehearsal, on a CPU."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, "benchmarks/gpu_engine.py", "--rehearse", "--rounds", "1", "--budgets", "300", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    rows = {row["name"]: row for row in result["rows"]}
+    assert len(rows) == 10 and all(row["tokens_per_second"][0] > 0 for row in rows.values())
+    assert rows["256 requests, greedy"]["share"] == pytest.approx(
+        rows["256 requests, greedy"]["tokens_per_second"][0] / result["limit_tokens_per_second"]
+    )
+    assert rows["HTTP, 4 streams, 300 tokens a step"]["p95"] >= rows["HTTP, 4 streams, 300 tokens a step"]["p50"] > 0
+    assert "these figures mean nothing" in done.stdout
