@@ -122,7 +122,7 @@ def run_part(name: str, folder: Path, alone: bool) -> Outcome:
             output = None if alone else file
             try:
                 status = subprocess.run(
-                    [sys.executable, *command], cwd=ROOT, env=environment, stdout=output, stderr=output and subprocess.STDOUT, timeout=LONGEST
+                    [sys.executable, *command], cwd=ROOT, env=environment, stdout=output, stderr=output and subprocess.STDOUT, timeout=longest
                 ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 file.write(f"Stopped after {longest:.0f} seconds.\n".encode())
