@@ -203,7 +203,7 @@ class EngineArgs:
     max_num_batched_tokens: int | None = _arg(
         None,
         "Maximum number of tokens per step. None: 2,048, or max_model_len if that is larger and prefill is not chunked; "
-        "`minivllm serve` on a CPU: 256, or max_num_seqs + 128 if that is larger.",
+        "`minivllm serve` on a CPU: 256, or max_num_seqs + 128 if that is larger; on a GPU: 1,024, or max_num_seqs + 512.",
     )
     enable_chunked_prefill: bool | None = _arg(
         None,

@@ -54,7 +54,8 @@ def test_who_lets_everybody_in_is_warned(told_where):
         (["--max-num-batched-tokens", "64", "--max-num-seqs", "8"], False, True, 64),
         (["--no-enable-chunked-prefill"], False, False, None),
         (["--mode", "static"], False, False, None),
-        ([], True, True, None),
+        ([], True, True, 1024),
+        (["--max-num-seqs", "600"], True, True, 1112),
         (["--device", "cpu", "--max-num-seqs", "16"], True, True, 256),
     ],
 )

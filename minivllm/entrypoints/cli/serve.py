@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from minivllm.entrypoints.server.launcher import ApiServerProcesses
 
 API_KEY_VARIABLE = "MINIVLLM_API_KEY"
-CPU_TOKENS_PER_STEP, CPU_TOKENS_FOR_PROMPTS = 256, 128
-"""The default of `max_num_batched_tokens` on a CPU with chunked prefill, and how much of it is left for prompts when `max_num_seqs`
-sequences decode. With more, a long prompt holds up every running answer (docs/serving.md)."""
+TOKENS_PER_STEP = {"cpu": (256, 128), "cuda": (1024, 512)}
+"""By device: the default of `max_num_batched_tokens` with chunked prefill, and how much of it is left for prompts when `max_num_seqs` sequences
+decode. With more, a long prompt holds up every running answer; with less, prompts wait (docs/serving.md)."""
 
 
 def add_serve_command(commands) -> None:  # noqa: ANN001
@@ -93,13 +93,13 @@ def run_make_key(arguments: argparse.Namespace) -> int:
 
 
 def limit_steps(args: EngineArgs) -> EngineArgs:
-    """The arguments, with the default `max_num_batched_tokens` for chunked prefill on a CPU if none is given."""
+    """The arguments, with the default `max_num_batched_tokens` for chunked prefill on this device if none is given."""
     from minivllm.worker.worker import resolve_device
 
-    if not args.enable_chunked_prefill or args.max_num_batched_tokens is not None or resolve_device(args.device).type != "cpu":
+    if not args.enable_chunked_prefill or args.max_num_batched_tokens is not None:
         return args
-    budget = max(CPU_TOKENS_PER_STEP, args.max_num_seqs + CPU_TOKENS_FOR_PROMPTS)
-    return dataclasses.replace(args, max_num_batched_tokens=budget)
+    least, for_prompts = TOKENS_PER_STEP[resolve_device(args.device).type]
+    return dataclasses.replace(args, max_num_batched_tokens=max(least, args.max_num_seqs + for_prompts))
 
 
 def _read_text(path: Path) -> str:
