@@ -165,6 +165,8 @@ class Metrics:
             for reason in _FINISHED_REASONS:
                 self._finished.labels(model_name, engine, reason)
         self._model_name = model_name
+        self._of_engines: dict[tuple[str, int], Any] = {}
+        """Metrics that have been used, by name and engine."""
         self._counts: dict[str, tuple[float, int]] = {}
         """What `count` has returned lately, and when."""
         self._layouts: dict[int, tuple[str, ...]] = {}
@@ -177,13 +179,19 @@ class Metrics:
         return generate_latest(self._rendered)
 
     def _set(self, name: str, engine: int, value: float) -> None:
-        self._gauges[name].labels(self._model_name, str(engine)).set(value)
+        self._of_engine(self._gauges, name, engine).set(value)
 
     def _count(self, name: str, engine: int, amount: float = 1) -> None:
-        self._counters[name].labels(self._model_name, str(engine)).inc(amount)
+        self._of_engine(self._counters, name, engine).inc(amount)
 
     def _observe(self, name: str, engine: int, value: float) -> None:
-        self._histograms[name].labels(self._model_name, str(engine)).observe(value)
+        self._of_engine(self._histograms, name, engine).observe(value)
+
+    def _of_engine(self, metrics: dict[str, Any], name: str, engine: int) -> Any:
+        """A metric with an engine's labels. prometheus_client would look it up by its labels for each token, which takes longer than to count."""
+        if (name, engine) not in self._of_engines:
+            self._of_engines[name, engine] = metrics[name].labels(self._model_name, str(engine))
+        return self._of_engines[name, engine]
 
     def set_stats(self, engine_index: int, stats: SchedulerStats) -> None:
         """The state of an engine's scheduler has changed."""
