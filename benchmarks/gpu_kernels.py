@@ -114,6 +114,12 @@ def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
             lambda: triton.rotary_embedding.unchecked(positions, query, key, cos, sin),
             4 * (query.numel() + key.numel()) + cos.nbytes + sin.nbytes,
         ),
+        "norm, rotation and cache write": (
+            lambda: triton.norm_rope_and_cache.unchecked(
+                positions, query, key, value, cos, sin, keys, values, slots, head_weight, head_weight, 1e-6
+            ),
+            2 * qkv.nbytes + cos.nbytes + sin.nbytes,
+        ),
         "copy_blocks": (lambda: triton.copy_blocks(keys, pairs), 2 * len(pairs) * keys[0].nbytes),
     }
 

@@ -65,7 +65,7 @@ class Operation(Generic[P, R]):
 class Rules:
     """What the tensors that an operation takes must be; a decorator that makes a function an `Operation`.
 
-    A shape is written as in the docstrings of `reference`. A size has one value wherever its name stands: `2*size` is
+    A tensor may be None if the operation takes that. A shape is written as in the docstrings of `reference`. A size has one value wherever its name stands: `2*size` is
     twice as much, `num_seqs+1` one more; `...` is any dimensions.
 
     Args:
@@ -99,7 +99,9 @@ class Rules:
         dtype, device = arguments[first].dtype, arguments[first].device
         sizes: dict[str, Any] = {}
         for name, shape in self._shapes.items():
-            x: Tensor = arguments[name]
+            x: Tensor | None = arguments.get(name)
+            if x is None:
+                continue
             _check_shape(name, x, shape, sizes)
             if name in self._integers and x.dtype not in (torch.int32, torch.int64):
                 raise KernelError(f"{name} has dtype {dtype_name(x)}, but must be int32 or int64.")
@@ -192,6 +194,12 @@ def check_positions(positions: Tensor, cos: Tensor, **_: Any) -> None:
         raise KernelError(f"positions go from {low} to {high}, but cos and sin have the rows 0 to {len(cos) - 1}.")
 
 
+def check_slots_and_positions(**arguments: Any) -> None:
+    """Both."""
+    check_slots(**arguments)
+    check_positions(**arguments)
+
+
 def check_block_pairs(source: Tensor, destination: Tensor, pairs: list[tuple[int, int]]) -> None:
     """Caches with blocks of one shape, and pairs that name blocks in them."""
     if source.dim() != 4 or destination.dim() != 4 or source.shape[1:] != destination.shape[1:]:
@@ -237,5 +245,20 @@ ROTARY_EMBEDDING = Rules(
     integers={"positions": "num_tokens"},
     float32={"cos": "max_position pairs", "sin": "max_position pairs"},
     check_numbers=check_positions,
+)
+NORM_ROPE_AND_CACHE = Rules(
+    {
+        "query": "num_tokens num_heads 2*pairs",
+        "key": "num_tokens num_kv_heads 2*pairs",
+        "value": "num_tokens num_kv_heads 2*pairs",
+        "key_cache": "num_blocks block_size num_kv_heads 2*pairs",
+        "value_cache": "num_blocks block_size num_kv_heads 2*pairs",
+        "query_weight": "2*pairs",
+        "key_weight": "2*pairs",
+    },
+    integers={"positions": "num_tokens", "slot_mapping": "num_tokens"},
+    float32={"cos": "max_position pairs", "sin": "max_position pairs"},
+    written=("key_cache", "value_cache"),
+    check_numbers=check_slots_and_positions,
 )
 SILU_AND_MUL = Rules({"x": "num_tokens 2*size"})

@@ -38,6 +38,7 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rotary_embedding: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    norm_rope_and_cache: Callable[..., Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     random_uniform: Callable[..., Tensor]  # (Tensor, int, int = 0)
     copy_blocks: Callable[[Tensor, BlockPairs], None]

@@ -200,6 +200,30 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos: Tensor,
     return rotate(query), rotate(key)
 
 
+@checks.NORM_ROPE_AND_CACHE
+def norm_rope_and_cache(
+    positions: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor,
+    key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
+    query_weight: Tensor | None = None, key_weight: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """What lies between the QKV product and attention: normalize the heads of queries and keys, if there are weights (Qwen3), rotate
+    them, and write keys and values to their slots.
+
+    Args:
+        positions, query, key, cos, sin: As for `rotary_embedding`.
+        value, key_cache, value_cache, slot_mapping: As for `reshape_and_cache`.
+        query_weight, key_weight, eps: Of `rms_norm`, `[head_dim]`; None for no norm.
+
+    Returns:
+        The queries for attention, of the shape of `query`.
+    """
+    if query_weight is not None and key_weight is not None:
+        query, key = rms_norm.unchecked(query, query_weight, eps), rms_norm.unchecked(key, key_weight, eps)
+    query, key = rotary_embedding.unchecked(positions, query, key, cos, sin)
+    reshape_and_cache.unchecked(key, value, key_cache, value_cache, slot_mapping)
+    return query
+
+
 @checks.SILU_AND_MUL
 def silu_and_mul(x: Tensor) -> Tensor:
     """The gate of SwiGLU, `silu(first half) * second half`. Shazeer, 2020 (arXiv:2002.05202).

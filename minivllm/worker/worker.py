@@ -19,6 +19,7 @@ from minivllm.distributed.pipeline import PipelineGroup, SingleStage
 from minivllm.errors import ConfigError
 from minivllm.layers.platform import Platform
 from minivllm.models.compiled_llama import CompiledLlama, compile_model
+from minivllm.models.fused_attention import fuse_attention
 from minivllm.models.weights import load_model
 from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
@@ -90,9 +91,10 @@ class Worker:
         self.cache_engine: CacheEngine
 
     def load_model(self) -> None:
-        """Build the model on the device, load its weights, and let compiled kernels do the work of its layers where there are any."""
+        """Build the model on the device, load its weights, and let compiled or fused kernels do the work of its layers where there are any."""
         model = load_model(self.model_config, self.platform)
         if not self.enforce_eager:
+            fuse_attention(model, self.platform)
             self.compiled_model = compile_model(model, self.platform)
             if self.compiled_model is not None:  # the model calls it and it has the model: apart, both are freed with the worker
                 weakref.finalize(self, vars(self.compiled_model.model).pop, "forward", None)

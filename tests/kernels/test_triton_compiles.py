@@ -32,6 +32,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
         "_rms_norm",
         "_rotary",
         "_silu_and_mul",
+        "_norm_rope_and_cache",
         "write_kernel",
         "prefill_kernel",
     ):

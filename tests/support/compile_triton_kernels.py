@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from minivllm.course.lessons import paged_kernels
 from minivllm.kernels import triton as kernels
-from minivllm.kernels.triton import cache, decode_attention, prefill_attention, rows
+from minivllm.kernels.triton import cache, decode_attention, prefill_attention, rope_and_cache, rows
 
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may use on a Hopper GPU."""
@@ -81,7 +81,7 @@ def report(name, kernel):
 run = JITFunction.run
 JITFunction.run = compile_only
 driver.set_active(PretendedDriver())
-for module in (cache, decode_attention, prefill_attention, rows):
+for module in (cache, decode_attention, prefill_attention, rope_and_cache, rows):
     module.check_launch = lambda *args: None  # the tensors lie on the CPU; nothing will touch them
 
 
@@ -107,6 +107,9 @@ def compile_others(heads, dtype):
     kernels.add_rms_norm(hidden, hidden, hidden[0], 1e-5)
     kernels.silu_and_mul(hidden)
     kernels.rotary_embedding(torch.arange(3), query, key, angles, angles)
+    for norm in ((), (query[0, 0], key[0, 0], 1e-5)):
+        caches = blocks, blocks.clone()
+        kernels.norm_rope_and_cache(torch.arange(3), query, key, key, angles, angles, *caches, torch.arange(3), *norm)
 
 
 FEW = [

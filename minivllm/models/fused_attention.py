@@ -1,0 +1,57 @@
+"""`LlamaAttention.forward` in fewer kernels, on a GPU; `LLM(enforce_eager=True)` runs it as it is written.
+
+A decode step's kernels are so short that their number decides how long it takes. Two norms (Qwen3), the rotation and the write to the
+cache are one launch here. The numbers are the same. A part that a user has replaced, subclassed or hooked is called, as in any model.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from minivllm.layers.attention import AttentionMetadata, KVCache
+from minivllm.layers.attention_backends import TritonAttentionBackend
+from minivllm.layers.norm import RMSNorm
+from minivllm.layers.platform import Platform
+from minivllm.layers.rotary import RotaryEmbedding
+from minivllm.models.llama import LlamaAttention
+
+
+def fuse_attention(model: nn.Module, platform: Platform) -> int:
+    """Let the attention layers of a loaded model use the fused kernel, where the platform has one. Returns how many do."""
+    if not hasattr(platform.kernels, "norm_rope_and_cache"):
+        return 0
+    layers = [part for part in model.modules() if type(part) is LlamaAttention]
+    for layer in layers:
+        layer.__class__ = FusedLlamaAttention  # another forward over the same parts, which a copy of the model keeps
+    return len(layers)
+
+
+class FusedLlamaAttention(LlamaAttention):
+    """`LlamaAttention` with one kernel between the QKV product and attention."""
+
+    def forward(self, x: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
+        if not self._is_plain():
+            return super().forward(x, positions, kv_cache, metadata)
+        heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        ops, tables, lengths = self.backend.ops, metadata.block_tables, metadata.context_lens
+        norm = () if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        cos, sin = self.rotary.cos, self.rotary.sin
+        q = ops.norm_rope_and_cache(positions, q, k, v, cos, sin, *kv_cache, metadata.slot_mapping, *norm)
+        if metadata.is_decode:
+            output = ops.paged_decode_attention(q, *kv_cache, tables, lengths, self.backend.scale)
+        else:
+            output = ops.paged_prefill_attention(q, *kv_cache, tables, lengths, metadata.query_start_loc, self.backend.scale)
+        return self.o_proj(output.flatten(1))
+
+    def _is_plain(self) -> bool:
+        """Whether the kernel does what the parts would do: they are the engine's own, without hooks."""
+        parts: list[tuple[nn.Module | None, type]] = [
+            (self.rotary, RotaryEmbedding),
+            (self.q_norm, RMSNorm),
+            (self.k_norm, RMSNorm),
+        ]
+        are_plain = all(
+            part is None or (type(part) is cls and not part._forward_hooks and not part._forward_pre_hooks) for part, cls in parts
+        )
+        return are_plain and type(self.backend) is TritonAttentionBackend
