@@ -40,6 +40,7 @@ from minivllm.worker.worker import Worker  # noqa: E402
 
 TESTS = [
     "tests/kernels/test_kernels.py",
+    "tests/kernels/test_sampling_kernels.py",
     "tests/kernels/test_attention_backends.py",
     "tests/model/test_models.py",
     "tests/model/test_model_input.py",

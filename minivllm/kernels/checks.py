@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minivllm.errors import KernelError
 
-MAY_BE_ZERO = {"num_tokens", "num_seqs", "num_blocks", "max_blocks", "max_position"}
+MAY_BE_ZERO = {"num_tokens", "num_seqs", "num_rows", "num_blocks", "max_blocks", "max_position"}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -99,7 +99,9 @@ class Rules:
         dtype, device = arguments[first].dtype, arguments[first].device
         sizes: dict[str, Any] = {}
         for name, shape in self._shapes.items():
-            x: Tensor = arguments[name]
+            x: Tensor | None = arguments.get(name)
+            if x is None:  # optional
+                continue
             _check_shape(name, x, shape, sizes)
             if name in self._integers and x.dtype not in (torch.int32, torch.int64):
                 raise KernelError(f"{name} has dtype {dtype_name(x)}, but must be int32 or int64.")
@@ -239,3 +241,13 @@ ROTARY_EMBEDDING = Rules(
     check_numbers=check_positions,
 )
 SILU_AND_MUL = Rules({"x": "num_tokens 2*size"})
+DRAW = Rules(
+    {"logits": "num_rows vocab_size"},
+    integers={"keys": "num_rows"},
+    float32={"temperature": "num_rows", "thresholds": "num_rows"},
+)
+FILTER_THRESHOLDS = Rules(
+    {"logits": "num_rows vocab_size"},
+    integers={"top_k": "num_rows"},
+    float32={"temperature": "num_rows", "min_p": "num_rows", "top_p": "num_rows"},
+)

@@ -32,6 +32,10 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
         "_rms_norm",
         "_rotary",
         "_silu_and_mul",
+        "_random_uniform",
+        "_race",
+        "_find_winner",
+        "_filter_thresholds",
         "write_kernel",
         "prefill_kernel",
     ):

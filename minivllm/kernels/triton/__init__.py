@@ -12,3 +12,4 @@ from minivllm.kernels.triton.decode_attention import paged_decode_attention
 from minivllm.kernels.triton.launch import INTERPRETED
 from minivllm.kernels.triton.prefill_attention import paged_prefill_attention
 from minivllm.kernels.triton.rows import add_rms_norm, rms_norm, rotary_embedding, silu_and_mul
+from minivllm.kernels.triton.sampling import draw, filter_thresholds, random_uniform
