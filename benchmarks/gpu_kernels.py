@@ -27,6 +27,8 @@ BANDWIDTH_GOAL = 0.85
 """Share of the copy bandwidth."""
 PREFILL_GOAL = 400
 """TFLOP/s."""
+SAMPLING_GOAL = 0.5
+"""Milliseconds for a step's rows."""
 
 
 def milliseconds(function: Callable[[], object]) -> float:
@@ -124,6 +126,37 @@ def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
     }
 
 
+def sampling_cases() -> dict[str, Callable[[], object]]:
+    """Choosing a token for each row of logits: 256 rows of a vocabulary as large as Qwen3's."""
+    from minivllm.kernels import triton
+
+    num_rows, vocab_size = 256, 151_936
+    logits = random(num_rows, vocab_size) * 3
+
+    def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((num_rows,), value, dtype=dtype, device="cuda")
+
+    keys = torch.randint(-(2**31), 2**31, (num_rows,), device="cuda").to(torch.int32)
+
+    def case(temperature: float, top_k: int = vocab_size, top_p: float = 1.0) -> Callable[[], object]:
+        temperatures, filters = column(temperature), (column(0.0), column(top_k, torch.int64), column(top_p))
+
+        def sample() -> object:
+            has_filters = top_k < vocab_size or top_p < 1
+            thresholds = triton.filter_thresholds.unchecked(logits, temperatures, *filters) if has_filters else None
+            return triton.draw.unchecked(logits, temperatures, keys, thresholds)
+
+        return sample
+
+    return {
+        "greedy": case(0.0),
+        "temperature 0.6": case(0.6),
+        "top-k 20": case(0.6, top_k=20),
+        "top-p 0.95": case(0.6, top_p=0.95),
+        "top-k 20, top-p 0.95": case(0.6, top_k=20, top_p=0.95),
+    }
+
+
 def compare_with_reference() -> None:
     """A benchmark of a wrong kernel is worth nothing."""
     from minivllm.kernels import triton
@@ -205,6 +238,10 @@ def main() -> None:
         ms = milliseconds(function)
         goal = BANDWIDTH_GOAL * bandwidth if name in ("reshape_and_cache", "rms_norm", "add_rms_norm", "silu_and_mul") else 0
         report(name, ms, num_bytes / ms / 1e6, "GB/s", bandwidth, goal)
+    num_bytes = 256 * 151_936 * 2  # the logits, once
+    for name, function in sampling_cases().items():
+        ms = milliseconds(function)
+        report(f"sampling, 256 x 151,936, {name}", ms, num_bytes / ms / 1e6, "GB/s", bandwidth, num_bytes / SAMPLING_GOAL / 1e6)
     for context_len in (1024, 8192, 32768):
         function, operations = prefill_case(context_len)
         ms = milliseconds(function)

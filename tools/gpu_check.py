@@ -47,6 +47,7 @@ from minivllm.bench.report import find_origin, to_json  # noqa: E402
 TESTS = [
     "tests/kernels/test_kernels.py",
     "tests/kernels/test_rope_and_cache.py",
+    "tests/kernels/test_sampling_kernels.py",
     "tests/kernels/test_attention_backends.py",
     "tests/model/test_models.py",
     "tests/model/test_model_input.py",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minivllm.errors import KernelError
 
-MAY_BE_ZERO = {"num_tokens", "num_seqs", "num_blocks", "max_blocks", "max_position"}
+MAY_BE_ZERO = {"num_tokens", "num_seqs", "num_rows", "num_blocks", "max_blocks", "max_position"}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -262,3 +262,13 @@ NORM_ROPE_AND_CACHE = Rules(
     check_numbers=check_slots_and_positions,
 )
 SILU_AND_MUL = Rules({"x": "num_tokens 2*size"})
+DRAW = Rules(
+    {"logits": "num_rows vocab_size"},
+    integers={"keys": "num_rows"},
+    float32={"temperature": "num_rows", "thresholds": "num_rows"},
+)
+FILTER_THRESHOLDS = Rules(
+    {"logits": "num_rows vocab_size"},
+    integers={"top_k": "num_rows"},
+    float32={"temperature": "num_rows", "min_p": "num_rows", "top_p": "num_rows"},
+)

@@ -41,6 +41,8 @@ class Ops:
     norm_rope_and_cache: Callable[..., Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     random_uniform: Callable[..., Tensor]  # (Tensor, int, int = 0)
+    draw: Callable[..., tuple[Tensor, Tensor]]  # (Tensor, Tensor, Tensor, Tensor | None = None, int = 0)
+    filter_thresholds: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     copy_blocks: Callable[[Tensor, BlockPairs], None]
     swap_blocks: Callable[[Tensor, Tensor, BlockPairs], None]
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.kernels import checks
+from minivllm.kernels.reference_sampling import draw, filter_thresholds, mix, random_uniform  # noqa: F401
 
 
 @checks.RESHAPE_AND_CACHE
@@ -296,40 +297,6 @@ def round_transformed_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 def restore_weight(rounded: Tensor, scales: Tensor, in_features: int) -> Tensor:
     """Approximately the weight that `round_weight` was given: `[out_features, in_features]`."""
     return hadamard_transform(rounded.float() * scales[:, None])[:, :in_features].contiguous()
-
-
-def random_uniform(keys: Tensor, size: int, first: int = 0) -> Tensor:
-    """Random numbers between 0 and 1, for each row those of its key: the same in any batch and on any device.
-
-    Number i of a row is a hash of the key and i.
-
-    Args:
-        keys: `[rows]`, integers of 32 bits.
-        size: How many numbers each row gets.
-        first: The number of the first of them; a rank that has a part of the vocabulary needs only the numbers of its tokens.
-
-    Returns:
-        `[rows, size]`, float32, above 0 and below 1. The small ones are told apart as finely as the large ones: they may be
-        as small as 2**-33.
-    """
-    numbers = torch.arange(first, first + size, dtype=torch.int32, device=keys.device)
-    bits = mix(mix(numbers) + keys.to(torch.int32).unsqueeze(1))
-    uniform = bits.float().add_(0.5).mul_(2.0**-32)  # from -1/2 to 1/2, and finest about 0
-    uniform -= uniform.floor()
-    return uniform.clamp_(max=1 - 2.0**-24)
-
-
-def mix(bits: Tensor) -> Tensor:
-    """Make each bit of int32 numbers depend on all of their bits, in place: `triple32` of C. Wellons' hash-prospector."""
-    for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
-        bits ^= shift_right(bits, shift)
-        bits *= factor - 2**32 if factor >= 2**31 else factor
-    return bits.bitwise_xor_(shift_right(bits, 14))
-
-
-def shift_right(bits: Tensor, places: int) -> Tensor:
-    """Shift int32 numbers as if they had no sign: zeros come in from the left."""
-    return (bits >> places) & (2 ** (32 - places) - 1)
 
 
 def copy_blocks(cache: Tensor, pairs: list[tuple[int, int]]) -> None:

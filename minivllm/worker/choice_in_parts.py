@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from minivllm.worker.sampler import SamplingRow, adjusts_logits, apply_temperature, argmax, exponential_noise, random_keys
+from minivllm.worker.sampler import (
+    SamplingRow,
+    adjusts_logits,
+    apply_temperature,
+    argmax,
+    exponential_noise,
+    load_sampling_ops,
+    random_keys,
+)
 from minivllm.worker.transfer import to_device
 
 
@@ -35,6 +43,12 @@ def choose_in_part(rows: list[SamplingRow], logits: Tensor, first: int) -> tuple
         chooses: a greedy row's score is the logit; that of a drawn one is the logarithm of one over the time at which the token arrives, up to
         a constant that is the same for all parts.
     """
+    ops = load_sampling_ops(logits.device)
+    if ops is not None:
+        temperature = [0.0 if row.params.is_greedy else row.params.temperature for row in rows]
+        keys = to_device(random_keys(rows), logits.device)
+        best, places = ops.draw(logits, to_device(temperature, logits.device), keys, None, first)
+        return best.double(), places + first
     logits = logits.float()
     token_ids = argmax(logits)
     scores = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).double()

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.kernels import reference
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops, load_platform_kernels
 from minivllm.outputs import Logprob
@@ -111,19 +112,12 @@ class Sampler:
 
     def launch(self, logits: Tensor, rows: list[SamplingRow]) -> PendingTokens:
         """`sample`, without waiting for a device that computes beside the host."""
-        logits = logits.float()
+        ops = load_sampling_ops(logits.device)
+        logits = logits.float() if ops is None else logits  # the kernels take any dtype
         metadata = self._find_metadata(rows, logits)
         processed = adjust_logits(logits, rows) if metadata.may_adjust else logits
-        if metadata.filters is None:
-            token_ids = argmax(processed)
-        else:
-            keys = metadata.random_keys.at([rows[i].position for i in metadata.random_rows])
-            if metadata.random_indices is None:
-                token_ids = draw(apply_filters(processed, metadata.filters), keys)
-            else:
-                token_ids = argmax(processed)
-                filtered = apply_filters(processed.index_select(0, metadata.random_indices), metadata.filters)
-                token_ids.index_copy_(0, metadata.random_indices, draw(filtered, keys))
+        positions = [rows[i].position for i in metadata.random_rows]
+        token_ids = choose_by_kernels(ops, processed, metadata, positions) if ops else choose(processed, metadata, positions)
         logprobs = [
             (some, launch_logprobs(logits.index_select(0, indices), token_ids.index_select(0, indices), count))
             for count, some, indices in metadata.logprob_rows
@@ -140,6 +134,25 @@ class Sampler:
         found = found or SamplingMetadata(*batch)
         self._kept = (found, *others[: KEPT_BATCHES - 1])
         return found
+
+
+def choose(logits: Tensor, metadata: SamplingMetadata, positions: list[int]) -> Tensor:
+    """A token for each row, `[rows]`, given the positions of the tokens of rows that are drawn."""
+    if metadata.filters is None:
+        return argmax(logits)
+    keys = metadata.random_keys.at(positions)
+    if metadata.random_indices is None:
+        return draw(apply_filters(logits, metadata.filters), keys)
+    token_ids = argmax(logits)
+    filtered = apply_filters(logits.index_select(0, metadata.random_indices), metadata.filters)
+    return token_ids.index_copy_(0, metadata.random_indices, draw(filtered, keys))
+
+
+def choose_by_kernels(ops: Ops, logits: Tensor, metadata: SamplingMetadata, positions: list[int]) -> Tensor:
+    """`choose`, in a few launches: greedy rows take part in the race with their logits as scores."""
+    columns, keys = metadata.columns, to_device(metadata.keys_at(positions), logits.device)
+    thresholds = ops.filter_thresholds(logits, *columns) if metadata.has_filters else None
+    return ops.draw(logits, columns.temperature, keys, thresholds)[1]
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -165,7 +178,7 @@ def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
         if not adjusts_logits(row):
             continue
         if adjusted is logits:
-            adjusted = logits.clone()
+            adjusted = logits.to(torch.float32, copy=True)
         if params.logit_bias:
             adjusted[i, to_device(list(params.logit_bias), device)] += to_device(list(params.logit_bias.values()), device)
         if params.has_penalties:
@@ -308,7 +321,7 @@ def apply_top_k(logits: Tensor, top_k: Tensor, highest: int | None = None) -> Te
 
 
 def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of most likely tokens whose probabilities reach `top_p` (`[rows, 1]`), at least one.
+    """Keep the smallest set of most likely tokens whose probabilities reach `top_p` (`[rows, 1]`), at least one, and what ties with the last of them.
 
     That set is mostly small, so only the most likely tokens are looked at first; the whole vocabulary is sorted if they do not
     reach `top_p`. Holtzman et al., 2019 (arXiv:1904.09751).
@@ -319,9 +332,8 @@ def apply_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
         likely, token_ids = probs.sort(dim=-1, descending=True)
     keep = likely.cumsum(dim=-1) - likely < top_p
     keep[:, 0] = True
-    kept = torch.full_like(logits, MIN_LOGIT)
-    kept.scatter_(-1, token_ids, logits.gather(-1, token_ids).masked_fill(~keep, MIN_LOGIT))
-    return torch.where(top_p < 1, kept, logits)
+    last_kept = logits.gather(-1, token_ids).masked_fill_(~keep, -MIN_LOGIT).amin(dim=-1, keepdim=True)
+    return logits.masked_fill((logits < last_kept) & (top_p < 1), MIN_LOGIT)
 
 
 def draw(logits: Tensor, keys: np.ndarray) -> Tensor:
@@ -355,6 +367,13 @@ def exponential_noise(
     device = torch.device(device)
     uniform = _load_ops(device).random_uniform(to_device(keys, device, torch.int32), vocab_size, first)
     return uniform.neg_().log1p_().neg_()
+
+
+@functools.cache
+def load_sampling_ops(device: torch.device) -> Ops | None:
+    """The operations of a device that has kernels for sampling: a GPU. None for a CPU, on which the functions of this module are faster."""
+    kernels = load_platform_kernels(device)
+    return Ops(kernels, Checks.NONE) if kernels is not reference and hasattr(kernels, "draw") else None
 
 
 @functools.cache

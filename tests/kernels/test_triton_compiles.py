@@ -33,6 +33,10 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
         "_rotary",
         "_silu_and_mul",
         "_norm_rope_and_cache",
+        "_random_uniform",
+        "_race",
+        "_find_winner",
+        "_filter_thresholds",
         "write_kernel",
         "prefill_kernel",
     ):

@@ -65,7 +65,7 @@ def test_a_launch_does_not_wait_for_the_gpu(tiny_folder, monkeypatch, enforce_ea
     wishes = [
         {"temperature": 0},
         {"seed": 1, "logprobs": 3},
-        {"seed": 2, "top_k": 5, "min_p": 0.01, "n": 3},
+        {"seed": 2, "top_k": 5, "min_p": 0.01, "top_p": 0.9, "n": 3},
         {"temperature": 0, "logit_bias": {3: 2.0}, "min_tokens": 4},
         {"temperature": 0, "allowed_token_ids": [5, 6, 7]},
         {"seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.5},

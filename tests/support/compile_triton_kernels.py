@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from minivllm.course.lessons import paged_kernels
 from minivllm.kernels import triton as kernels
-from minivllm.kernels.triton import cache, decode_attention, prefill_attention, rope_and_cache, rows
+from minivllm.kernels.triton import cache, decode_attention, prefill_attention, rope_and_cache, rows, sampling
 
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may use on a Hopper GPU."""
@@ -81,7 +81,7 @@ def report(name, kernel):
 run = JITFunction.run
 JITFunction.run = compile_only
 driver.set_active(PretendedDriver())
-for module in (cache, decode_attention, prefill_attention, rope_and_cache, rows):
+for module in (cache, decode_attention, prefill_attention, rope_and_cache, rows, sampling):
     module.check_launch = lambda *args: None  # the tensors lie on the CPU; nothing will touch them
 
 
@@ -112,6 +112,14 @@ def compile_others(heads, dtype):
         kernels.norm_rope_and_cache(torch.arange(3), query, key, key, angles, angles, *caches, torch.arange(3), *norm)
 
 
+def compile_sampling(dtype, vocab_size):
+    logits, column = torch.zeros(3, vocab_size, dtype=dtype), torch.ones(3)
+    keys, top_k = torch.zeros(3, dtype=torch.int32), torch.full((3,), vocab_size)
+    kernels.random_uniform(keys, vocab_size)
+    for thresholds in (None, kernels.filter_thresholds(logits, column, column, top_k, column)):
+        kernels.draw(logits, column, keys, thresholds)
+
+
 FEW = [
     ((128, 8, 4), torch.bfloat16, 16),
     ((64, 3, 3), torch.float32, 16),
@@ -127,6 +135,9 @@ for CASE in ALL if "--all" in sys.argv else FEW:
     compile_others(*CASE[:2])
 CASE = (*FEW[0], "one sequence")
 compile_attention(*FEW[0], num_seqs=1)
+for dtype, vocab_size in itertools.product((torch.bfloat16, torch.float16, torch.float32), (151936, 50257)):
+    CASE = dtype, vocab_size
+    compile_sampling(dtype, vocab_size)
 
 
 def compile_lesson():

@@ -38,7 +38,7 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
 
 @dataclass
 class Guarded:
-    """A tensor between guard bands, filled with NaN; `stride` numbers lie between the beginnings of its rows."""
+    """A tensor between guard bands, filled with NaN or the lowest integer; `stride` numbers lie between the beginnings of its rows."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class Guarded:
         )
         inside = self.buffer[GUARD : GUARD + self.shape[0] * (row + self.gap)].view(self.shape[0], row + self.gap)
         self.tensor = inside[:, :row].unflatten(1, self.shape[1:]) if len(self.shape) > 1 else inside[:, 0]
-        self.tensor.fill_(float("nan"))
+        self.tensor.fill_(float("nan") if self.dtype.is_floating_point else torch.iinfo(self.dtype).min)
 
     def check(self) -> None:
         """The guard bands and the gaps between rows are as they were."""

@@ -13,3 +13,4 @@ from minivllm.kernels.triton.launch import INTERPRETED
 from minivllm.kernels.triton.prefill_attention import paged_prefill_attention
 from minivllm.kernels.triton.rope_and_cache import norm_rope_and_cache
 from minivllm.kernels.triton.rows import add_rms_norm, rms_norm, rotary_embedding, silu_and_mul
+from minivllm.kernels.triton.sampling import draw, filter_thresholds, random_uniform
