@@ -33,6 +33,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
         "_rotary",
         "_silu_and_mul",
         "_norm_rope_and_cache",
+        "_unpack_decode_inputs",
         "write_kernel",
         "prefill_kernel",
     ):
