@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: captured once for some batch sizes, then replayed.
 
 A decode step launches hundreds of kernels, each so short that launching it from Python takes longer than running it. A graph
-launches them all at once. It repeats exactly what was recorded, on the same memory, so a step copies its inputs into fixed
-buffers and is padded to the next recorded size. A padding row has no context and writes to no slot.
+launches them all at once. It repeats exactly what was recorded, on the same memory, so a step's inputs go to fixed buffers, and it
+is padded to the next recorded size. A padding row has no context and writes to no slot.
 Mirrors `vllm/v1/worker/gpu/cudagraph_utils.py`.
 """
 
@@ -11,14 +11,18 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from minivllm.errors import ConfigError
+from minivllm.kernels.checks import Checks
+from minivllm.kernels.ops import Ops, load_platform_kernels
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.models.base import CausalLM
 from minivllm.worker.model_input import ModelInput
+from minivllm.worker.transfer import pack_to_device, packed_bytes
 
 MAX_GRAPH_SIZE = 512
 """Larger batches are not captured: their kernels take long enough to hide their launches."""
@@ -31,9 +35,22 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class StaticInputs:
-    """Buffers at fixed addresses for the inputs of a decode step: rows, and the width of the block tables."""
+    """Memory at fixed addresses for the inputs of a decode step of up to `max_num_seqs` rows and `max_blocks` blocks each.
+
+    A step comes in one copy, packed as tightly as it is (`receive`), and then a kernel spreads it over the rows (`unpack`). That kernel is the
+    first one of each graph, so a replay needs one copy and one launch. Copies and replays are queued on one stream: the next step's
+    copy waits until the graph of this step has run.
+
+    Attributes:
+        packed: The step as it came from the host, bytes.
+        ops: With the operation that unpacks it.
+    """
 
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        numbers, table = max_num_seqs * 8, max_num_seqs * max_blocks * 4
+        sizes = [16, numbers, numbers, numbers, numbers // 2, table, numbers // 2 + 4]  # what `receive` packs
+        self.packed = torch.zeros(packed_bytes(sizes)[-1], dtype=torch.uint8, device=device)
+        self.ops = Ops(load_platform_kernels(device), Checks.NONE)
         self.input_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.slot_mapping = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=device)
@@ -52,19 +69,27 @@ class StaticInputs:
         )
         return ModelInput(self.input_ids[:size], self.positions[:size], metadata, [])
 
-    def fill(self, inputs: ModelInput, size: int) -> None:
-        """Copy a decode step into the first rows, and make the rows up to `size` padding."""
-        num_seqs = len(inputs.input_ids)
+    def receive(self, arrays: list[np.ndarray]) -> list[Tensor]:
+        """Copy a decode step to the device, without waiting. Returns the arrays as parts of `packed`, which may still be written to.
+
+        Args:
+            arrays: Input ids, positions and slots, `[num_seqs]` int64; context lengths, `[num_seqs]`, block tables, `[num_seqs, blocks]`, and
+                where the sequences begin, `[num_seqs + 1]`, int32.
+        """
+        header = np.array(arrays[4].shape, np.int64)
+        return pack_to_device([header, *arrays], self.packed.device, out=self.packed)[1:]
+
+    def holds(self, inputs: ModelInput) -> bool:
+        """Whether these tensors were returned by `receive`."""
+        return inputs.input_ids.untyped_storage().data_ptr() == self.packed.data_ptr()
+
+    def unpack(self, size: int) -> ModelInput:
+        """Spread the step over the first rows, and make the rows up to `size` padding."""
+        inputs = self.view(size)
         metadata = inputs.metadata
-        self.input_ids[:num_seqs] = inputs.input_ids
-        self.positions[:num_seqs] = inputs.positions
-        self.slot_mapping[:num_seqs] = metadata.slot_mapping
-        self.block_tables[:num_seqs, : metadata.block_tables.shape[1]] = metadata.block_tables
-        self.context_lens[:num_seqs] = metadata.context_lens
-        self.input_ids[num_seqs:size] = 0
-        self.positions[num_seqs:size] = 0
-        self.slot_mapping[num_seqs:size] = -1
-        self.context_lens[num_seqs:size] = 0
+        rows = inputs.input_ids, inputs.positions, metadata.slot_mapping, metadata.context_lens, metadata.block_tables
+        self.ops.unpack_decode_inputs(self.packed, *rows)
+        return inputs
 
 
 class DecodeGraphs:
@@ -106,22 +131,19 @@ class DecodeGraphs:
                 "enforce_eager=True."
             ) from None
 
-    def can_run(self, inputs: ModelInput) -> bool:
-        """Whether a step is a decode of a captured size."""
-        metadata = inputs.metadata
-        fits = len(inputs.input_ids) <= self.sizes[-1] and metadata.block_tables.shape[1] <= self.inputs.block_tables.shape[1]
-        return metadata.is_decode and fits
+    def can_run(self, num_seqs: int, num_blocks: int) -> bool:
+        """Whether a decode step of so many sequences, with block tables so wide, has a captured size."""
+        return num_seqs <= self.sizes[-1] and num_blocks <= self.inputs.block_tables.shape[1]
 
     def run(self, inputs: ModelInput) -> Tensor:
-        """Hidden states of a decode step, `[num_seqs, hidden_size]`; overwritten by the next one."""
+        """Hidden states of the decode step that `inputs` has received, `[num_seqs, hidden_size]`; overwritten by the next one."""
         num_seqs = len(inputs.input_ids)
         size = next(size for size in self.sizes if size >= num_seqs)
-        self.inputs.fill(inputs, size)
         self.graphs[size].replay()
         return self.outputs[size][:num_seqs]
 
     def _forward(self, size: int) -> Tensor:
-        inputs = self.inputs.view(size)
+        inputs = self.inputs.unpack(size)
         hidden = self.model.forward(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
         assert isinstance(hidden, Tensor), "a pipeline stage captures no graphs"
         return hidden

@@ -99,11 +99,14 @@ class ModelRunner:
         blocks = block_tables[owners, positions // block_size].astype(np.int64)
         slot_mapping = blocks * block_size + positions % block_size
         context_lens, first_rows = context_lens.astype(np.int32), query_start_loc.astype(np.int32)
-        ids, places, slots, tables, lens, locs = self._tensors(
-            [input_ids, positions, slot_mapping, block_tables, context_lens, first_rows]
-        )
+        is_decode = total == num_seqs
+        arrays, graphs = [input_ids, positions, slot_mapping, context_lens, block_tables, first_rows], self.graphs
+        if is_decode and graphs is not None and graphs.can_run(num_seqs, block_tables.shape[1]):
+            ids, places, slots, lens, tables, locs = graphs.inputs.receive(arrays)
+        else:
+            ids, places, slots, lens, tables, locs = self._tensors(arrays)
         metadata = AttentionMetadata(
-            is_decode=total == num_seqs, slot_mapping=slots, block_tables=tables, context_lens=lens, query_start_loc=locs
+            is_decode=is_decode, slot_mapping=slots, block_tables=tables, context_lens=lens, query_start_loc=locs
         )
         if placeholders and self.recent_tokens is not None:
             self.recent_tokens.fill_in(ids, placeholders)
@@ -162,7 +165,7 @@ class ModelRunner:
         if not sequences:
             return
         inputs = self.prepare_inputs(sequences, num_blocks=kv_caches[0][0].shape[0])
-        if self.graphs is not None and self.graphs.can_run(inputs):
+        if self.graphs is not None and self.graphs.inputs.holds(inputs):
             hidden: Tensor | None = self.graphs.run(inputs)
         else:
             hidden = self._run_model(inputs, kv_caches)

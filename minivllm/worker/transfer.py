@@ -8,7 +8,7 @@ joins the queue. On a CPU there is nothing to wait for. Mirrors `AsyncGPUModelRu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -26,18 +26,27 @@ def to_device(values: Sequence[Any] | np.ndarray, device: torch.device, dtype: t
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def pack_to_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+def packed_bytes(sizes: Iterable[int]) -> list[int]:
+    """Where parts of these sizes in bytes begin in a buffer, and where the last one ends: at multiples of 16 bytes."""
+    return list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+
+
+def pack_to_device(arrays: list[np.ndarray], device: torch.device, out: Tensor | None = None) -> list[Tensor]:
     """The arrays as tensors on the device, which are parts of one buffer: one copy, for which the host does not wait.
 
     torch does not use pinned memory anew before the copy is done.
+
+    Args:
+        arrays: What to copy.
+        device: Where to.
+        out: Bytes on the device that take the copy, behind all that has been launched; new memory if None.
     """
-    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
-    starts = list(accumulate(sizes, initial=0))
+    starts = packed_bytes(array.nbytes for array in arrays)
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = buffer.numpy()
     for array, start in zip(arrays, starts, strict=False):
         host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    parts = buffer.to(device, non_blocking=True)
+    parts = buffer.to(device, non_blocking=True) if out is None else out[: starts[-1]].copy_(buffer, non_blocking=True)
     return [
         parts[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
         for array, start in zip(arrays, starts, strict=False)
@@ -90,6 +99,6 @@ class RecentTokens:
         for rows, token_ids in self._steps:
             found = [seq_id for seq_id in missing if seq_id in rows]
             if found:
-                sources = to_device([rows[seq_id] for seq_id in found], input_ids.device)
-                destinations = to_device([missing.pop(seq_id) for seq_id in found], input_ids.device)
+                places = [rows[seq_id] for seq_id in found], [missing.pop(seq_id) for seq_id in found]
+                sources, destinations = pack_to_device([np.array(numbers) for numbers in places], input_ids.device)
                 input_ids.index_copy_(0, destinations, token_ids.index_select(0, sources))

@@ -21,7 +21,7 @@ from minivllm.layers.attention import AttentionBackend, AttentionMetadata
 from minivllm.layers.attention_backends import BACKENDS, TorchAttentionBackend, get_attention_backend
 from minivllm.request import EngineCoreRequest, Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
-from minivllm.worker.cuda_graphs import MAX_GRAPH_SIZE, DecodeGraphs, StaticInputs, graph_sizes
+from minivllm.worker.cuda_graphs import MAX_GRAPH_SIZE, DecodeGraphs, graph_sizes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -260,21 +260,24 @@ def test_a_padded_decode_gives_the_same_and_writes_nothing_more(tiny_folder, bac
     runner, caches = worker.model_runner, worker.cache_engine.gpu_cache
     for cache in (tensor for pair in caches for tensor in pair):
         cache.normal_()
-    static = StaticInputs(max_num_seqs=6, max_blocks=10, device=worker.device)
+    graphs = DecodeGraphs(runner.model, caches, max_num_seqs=6, max_blocks=10, device=worker.device)
     for lens in ([3, 17, 8, 9, 1], [12, 4], [20]):
         scheduled = []
         for i, length in enumerate(lens):
             seq = Sequence(i, Request(EngineCoreRequest(str(i), [1] * (length + 1), SamplingParams(), max_num_tokens=40)))
             seq.num_computed_tokens = length
             scheduled.append(ScheduledSequence(seq, 1, [(i * 5 + j) % 20 for j in range(length // 4 + 1)]).to_data())
+        runner.graphs = None
         inputs = runner.prepare_inputs(scheduled, num_blocks=20)
         before = [tensor.clone() for pair in caches for tensor in pair]
         expected = runner.model(inputs.input_ids, inputs.positions, caches, inputs.metadata)
         written = [tensor.clone() for pair in caches for tensor in pair]
         for tensor, old in zip((tensor for pair in caches for tensor in pair), before, strict=True):
             tensor.copy_(old)
-        static.fill(inputs, size=6)
-        padded = static.view(6)
+        runner.graphs = graphs
+        packed = runner.prepare_inputs(scheduled, num_blocks=20)
+        assert graphs.inputs.holds(packed) and not graphs.inputs.holds(inputs)
+        padded = graphs.inputs.unpack(6)
         hidden = runner.model(padded.input_ids, padded.positions, caches, padded.metadata)
         assert torch.allclose(hidden[: len(lens)], expected, atol=1e-5)
         for tensor, new in zip((tensor for pair in caches for tensor in pair), written, strict=True):
@@ -284,18 +287,19 @@ def test_a_padded_decode_gives_the_same_and_writes_nothing_more(tiny_folder, bac
 def test_only_decodes_that_fit_are_replayed(tiny_folder):  # noqa: F811
     llm = LLM(str(tiny_folder), skip_tokenizer_init=True, num_gpu_blocks_override=20, block_size=4, enforce_eager=True)
     worker = llm.llm_engine.executor.worker
-    graphs = DecodeGraphs(worker.model_runner.model, worker.cache_engine.gpu_cache, 2, 3, worker.device)
+    runner = worker.model_runner
+    runner.graphs = DecodeGraphs(runner.model, worker.cache_engine.gpu_cache, 2, 3, worker.device)
 
-    def step(num_seqs, num_tokens, num_blocks):
+    def can_run(num_seqs, num_tokens, num_blocks):
         seq = Sequence(0, Request(EngineCoreRequest("a", [1] * num_tokens, SamplingParams(), max_num_tokens=40)))
         item = ScheduledSequence(seq, num_tokens, list(range(num_blocks))).to_data()
-        return worker.model_runner.prepare_inputs([item] * num_seqs, num_blocks=20)
+        return runner.graphs.inputs.holds(runner.prepare_inputs([item] * num_seqs, num_blocks=20))
 
-    assert graphs.can_run(step(1, 1, 1))
-    assert graphs.can_run(step(2, 1, 3))
-    assert not graphs.can_run(step(3, 1, 1)), "too many sequences"
-    assert not graphs.can_run(step(1, 2, 1)), "no decode"
-    assert not graphs.can_run(step(1, 1, 4)), "too long a table"
+    assert can_run(1, 1, 1)
+    assert can_run(2, 1, 3)
+    assert not can_run(3, 1, 1), "too many sequences"
+    assert not can_run(1, 2, 1), "no decode"
+    assert not can_run(1, 1, 4), "too long a table"
 
 
 @pytest.mark.gpu

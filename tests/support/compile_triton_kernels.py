@@ -74,7 +74,7 @@ def report(name, kernel):
     spilled = re.search(r"(\d+) bytes spill stores", said)
     label = "?" if registers is None else f"{registers[1]} registers, {spilled[1]} bytes spilled"
     matrix_unit = "wgmma" if "wgmma" in kernel.asm["ptx"] else "mma" if "mma.sync" in kernel.asm["ptx"] else "-"
-    print(f"{name:<20}{CASE!s:<44}{shared:>8} bytes shared, {label}, {matrix_unit}", flush=True)
+    print(f"{name:<22}{CASE!s:<44}{shared:>8} bytes shared, {label}, {matrix_unit}", flush=True)
     assert shared <= SHARED_MEMORY, f"{name} needs {shared} bytes of shared memory"
 
 
@@ -133,6 +133,9 @@ ALL = [*FEW, *itertools.product([*HEADS, (128, 8, 8)], (torch.float32, torch.flo
 for CASE in ALL if "--all" in sys.argv else FEW:
     compile_attention(*CASE)
     compile_others(*CASE[:2])
+CASE = "decode inputs"
+rows_of_numbers = [torch.zeros(8, dtype=dtype) for dtype in (torch.int64, torch.int64, torch.int64, torch.int32)]
+kernels.unpack_decode_inputs(torch.zeros(4096, dtype=torch.uint8), *rows_of_numbers, torch.zeros(8, 64, dtype=torch.int32))
 CASE = (*FEW[0], "one sequence")
 compile_attention(*FEW[0], num_seqs=1)
 for dtype, vocab_size in itertools.product((torch.bfloat16, torch.float16, torch.float32), (151936, 50257)):
