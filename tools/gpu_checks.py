@@ -142,8 +142,10 @@ def check_replay(folder: Path) -> bool:
             replayed = graphs.run(inputs).clone()
             size = next(size for size in graphs.sizes if size >= num_seqs)
             padded = graphs.inputs.view(size)
-            eager = runner.model(padded.input_ids, padded.positions, caches, padded.metadata)[:num_seqs]
-        equal &= torch.equal(replayed, eager)
+            eager = runner.model(padded.input_ids, padded.positions, caches, padded.metadata)
+            logits = graphs.get_logits(num_seqs)
+            equal &= torch.equal(replayed, eager[:num_seqs])
+            equal &= logits is not None and torch.equal(logits, runner.model.compute_logits(eager)[:num_seqs])
     print(f"replayed steps equal eager ones exactly: {equal}")
     return equal
 

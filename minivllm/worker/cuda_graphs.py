@@ -27,6 +27,9 @@ from minivllm.worker.transfer import pack_to_device, packed_bytes
 MAX_GRAPH_SIZE = 512
 """Larger batches are not captured: their kernels take long enough to hide their launches."""
 
+MAX_LOGITS_SIZE = 64
+"""Graphs of at most so many rows compute logits, too. Larger steps hide one more launch, and the logits of each size take memory of their own."""
+
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """The batch sizes that graphs are captured for: 1, 2, 4, multiples of 8, and the largest batch there can be."""
@@ -93,7 +96,12 @@ class StaticInputs:
 
 
 class DecodeGraphs:
-    """Captures a model's decode steps over one cache, and replays them."""
+    """Captures a model's decode steps over one cache, and replays them.
+
+    Attributes:
+        outputs: Of each captured size, the hidden states, `[size, hidden_size]`.
+        logits: Of the sizes up to `MAX_LOGITS_SIZE`, if the model has a head of this package: `[size, vocab_size]`.
+    """
 
     def __init__(
         self, model: CausalLM, kv_caches: list[KVCache], max_num_seqs: int, max_blocks: int, device: torch.device
@@ -104,6 +112,7 @@ class DecodeGraphs:
         self.inputs = StaticInputs(self.sizes[-1], max_blocks, device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.outputs: dict[int, Tensor] = {}
+        self.logits: dict[int, Tensor] = {}
         self.pool: Any = None
 
     @torch.inference_mode()
@@ -120,7 +129,7 @@ class DecodeGraphs:
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self.pool):
-                    self.outputs[size] = self._forward(size)
+                    self._keep(size, *self._forward(size))
                 self.pool = graph.pool()
                 self.graphs[size] = graph
         except RuntimeError as error:  # torch.cuda.OutOfMemoryError, or what CUDA says while capturing
@@ -142,8 +151,31 @@ class DecodeGraphs:
         self.graphs[size].replay()
         return self.outputs[size][:num_seqs]
 
-    def _forward(self, size: int) -> Tensor:
+    def get_logits(self, num_seqs: int) -> Tensor | None:
+        """Logits of all rows of the step that was run last, `[num_seqs, vocab_size]`, overwritten by the next one; None if its graph has none."""
+        size = next(size for size in self.sizes if size >= num_seqs)
+        return self.logits[size][:num_seqs] if size in self.logits and has_own_head(self.model) else None
+
+    def logits_bytes(self) -> int:
+        """Bytes of the logits that all sizes will keep, once one size has been captured."""
+        rows = sum(size for size in self.sizes if size <= MAX_LOGITS_SIZE)
+        return rows * max((logits[0].nbytes for logits in self.logits.values()), default=0)
+
+    def _keep(self, size: int, hidden: Tensor, logits: Tensor | None) -> None:
+        self.outputs[size] = hidden
+        if logits is not None:
+            self.logits[size] = logits
+
+    def _forward(self, size: int) -> tuple[Tensor, Tensor | None]:
         inputs = self.inputs.unpack(size)
         hidden = self.model.forward(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
         assert isinstance(hidden, Tensor), "a pipeline stage captures no graphs"
-        return hidden
+        has_logits = size <= MAX_LOGITS_SIZE and has_own_head(self.model)
+        return hidden, self.model.compute_logits(hidden) if has_logits else None
+
+
+def has_own_head(model: CausalLM) -> bool:
+    """Whether the model computes logits by a method of this package, of the whole vocabulary on this rank. One of the user's may wait for the GPU,
+    which cannot be captured."""
+    is_own = type(model).compute_logits.__module__.startswith("minivllm.models.") and "compute_logits" not in vars(model)
+    return is_own and model.choose is None

@@ -42,11 +42,13 @@ class ForwardPass(NamedTuple):
         sequences: What was computed.
         hidden: `[num_tokens, hidden_size]`.
         sampled_rows: Those of `hidden` to sample from.
+        logits: Of all rows, if a CUDA graph has computed them.
     """
 
     sequences: list[SequenceData]
     hidden: Tensor
     sampled_rows: list[int]
+    logits: Tensor | None = None
 
 
 class ModelRunner:
@@ -136,16 +138,17 @@ class ModelRunner:
         self.graphs.capture()
 
     def measure_graph_memory(self, kv_caches: list[KVCache], max_num_seqs: int) -> int:
-        """Bytes that the graphs will take: the tensors of the largest, which all share, plus a small fixed cost per graph."""
+        """Bytes that the graphs will take: the tensors of the largest, which all share, plus logits and a small fixed cost for each."""
         graphs = self._make_graphs(kv_caches, max_num_seqs)
         free = [torch.cuda.mem_get_info(self.device)[0]]
         for size in (graphs.sizes[-1], graphs.sizes[0]):
             graphs.capture([size])
             free.append(torch.cuda.mem_get_info(self.device)[0])
         largest, one_more, count = free[0] - free[1], free[1] - free[2], len(graphs.sizes)
+        logits_bytes = graphs.logits_bytes()
         del graphs
         torch.cuda.empty_cache()
-        return max(0, largest) + max(0, one_more) * (count - 1)
+        return max(0, largest) + max(0, one_more) * (count - 1) + logits_bytes
 
     def _make_graphs(self, kv_caches: list[KVCache], max_num_seqs: int) -> DecodeGraphs:
         max_blocks = -(-self.max_model_len // self.block_size)
@@ -166,11 +169,12 @@ class ModelRunner:
             return
         inputs = self.prepare_inputs(sequences, num_blocks=kv_caches[0][0].shape[0])
         if self.graphs is not None and self.graphs.inputs.holds(inputs):
-            hidden: Tensor | None = self.graphs.run(inputs)
-        else:
-            hidden = self._run_model(inputs, kv_caches)
-        if hidden is not None:
-            self._launched = ForwardPass(sequences, hidden, inputs.sampled_rows)
+            hidden = self.graphs.run(inputs)
+            self._launched = ForwardPass(sequences, hidden, inputs.sampled_rows, self.graphs.get_logits(len(hidden)))
+            return
+        computed = self._run_model(inputs, kv_caches)
+        if computed is not None:
+            self._launched = ForwardPass(sequences, computed, inputs.sampled_rows)
 
     def _run_model(self, inputs: ModelInput, kv_caches: list[KVCache]) -> Tensor | None:
         """Hidden states, `[num_tokens, hidden_size]`. None on a stage that has handed them to the next one."""
@@ -190,12 +194,12 @@ class ModelRunner:
         launched, self._launched = self._launched, None
         if launched is None:  # nothing to sample from
             return list
-        sequences, hidden, sampled_rows = launched
+        sequences, hidden, sampled_rows, logits = launched
         apply_masks(sequences, masks)
         is_all = len(sampled_rows) == len(hidden)  # in order
         # index_select, because hidden[rows] would wake all threads of torch for a few rows
         hidden_rows = hidden if is_all else hidden.index_select(0, self._tensor(sampled_rows))
-        finish_sampling = self._sample(sequences, hidden_rows)
+        finish_sampling = self._sample(sequences, hidden_rows, logits if is_all else None)
         prompt_logprobs: dict[int, dict[int, dict[int, Logprob]]] = {}
         start = 0
         for i, seq in enumerate(sequences):
@@ -229,13 +233,15 @@ class ModelRunner:
         with nullcontext() if self.stage is None else self.stage.alone():
             self.execute_model(sequences, kv_caches)
 
-    def _sample(self, sequences: list[SequenceData], hidden: Tensor) -> Callable[[], list[SequenceOutput]]:
+    def _sample(
+        self, sequences: list[SequenceData], hidden: Tensor, logits: Tensor | None = None
+    ) -> Callable[[], list[SequenceOutput]]:
         """Sample a token for every sequence that needs one, one more for each sibling forked now, and one after each draft.
 
-        `hidden` has a row for each prediction: the last tokens of sequences, and their drafts. Returns a function that waits for the tokens.
+        `hidden` has a row for each prediction: the last tokens of sequences, and their drafts; `logits` are theirs, if they are known. Returns a function that waits for the tokens.
         """
         rows, hidden_rows, owners = _list_rows(sequences)
-        chosen = self._choose(hidden, rows, hidden_rows) if rows else None
+        chosen = self._choose(hidden, rows, hidden_rows, logits) if rows else None
         if rows:
             self._remember(rows, chosen)
 
@@ -255,7 +261,7 @@ class ModelRunner:
         return finish
 
     def _choose(
-        self, hidden: Tensor, rows: list[SamplingRow], hidden_rows: list[int]
+        self, hidden: Tensor, rows: list[SamplingRow], hidden_rows: list[int], logits: Tensor | None
     ) -> PendingTokens | list[SampledToken] | None:
         """A token for each row; `hidden_rows` says which of `hidden` it is drawn from. None on ranks that do not sample."""
         indices = self._tensor(hidden_rows) if len(rows) > len(hidden) else None
@@ -263,7 +269,10 @@ class ModelRunner:
             hidden = hidden if indices is None else hidden.index_select(0, indices)
             token_ids = self.model.choose(hidden, partial(choose_in_part, rows))
             return None if token_ids is None else PendingTokens(token_ids)
-        logits = self.model.compute_logits(hidden)
+        if (
+            logits is None or type(self.sampler) is not Sampler
+        ):  # the next step overwrites known ones, and another class may keep them
+            logits = self.model.compute_logits(hidden)
         if logits is None:
             return None
         logits = logits if indices is None else logits.index_select(0, indices)

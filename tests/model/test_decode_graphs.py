@@ -3,6 +3,8 @@ graphs that are not captured, but computed again."""
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,10 @@ from minivllm import LLM, SamplingParams
 from minivllm.kernels import reference
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops
-from minivllm.worker.cuda_graphs import DecodeGraphs, StaticInputs
+from minivllm.models.llama import LlamaForCausalLM
+from minivllm.worker import cuda_graphs
+from minivllm.worker.cuda_graphs import DecodeGraphs, StaticInputs, has_own_head
+from minivllm.worker.sampler import Sampler
 
 pytest.importorskip("triton")  # there is none for macOS
 from minivllm.kernels import triton
@@ -61,8 +66,7 @@ class Recomputed:
 
     def replay(self):
         self.count += 1
-        computed = self.graphs._forward(self.size)
-        self.graphs.outputs.setdefault(self.size, torch.empty_like(computed)).copy_(computed)
+        self.graphs._keep(self.size, *self.graphs._forward(self.size))
 
 
 def use_graphs(llm, max_num_seqs):
@@ -87,7 +91,50 @@ def test_replays_give_the_tokens_of_eager_steps(tiny_folder, async_scheduling): 
     llm = LLM(str(tiny_folder), async_scheduling=async_scheduling, **options)
     graphs = use_graphs(llm, 6)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    for ours, theirs in zip(outputs, expected, strict=True):
-        assert [c.token_ids for c in ours.outputs] == [c.token_ids for c in theirs.outputs]
+    assert token_ids(outputs) == token_ids(expected)
     counts = {size: graph.count for size, graph in graphs.graphs.items()}
     assert counts[6] and counts[4], counts
+
+
+def token_ids(outputs):
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("sampler_cls", "limit"), [(None, 64), (None, 2), (type("Mine", (Sampler,), {}), 64)], ids=["all", "small", "own sampler"]
+)
+def test_logits_come_from_the_graph_where_it_has_them(tiny_folder, monkeypatch, sampler_cls, limit):  # noqa: F811
+    """Not for larger batches than that, and not for a sampler of the user's, which may keep them."""
+    monkeypatch.setattr(cuda_graphs, "MAX_LOGITS_SIZE", limit)
+    options = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 100, "max_num_seqs": 4, "device": "cpu"}
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (4, 7, 10)]
+    prompts = [[5, 6], [7], [8, 9, 10]]
+    llm = LLM(str(tiny_folder), sampler_cls=sampler_cls, **options)
+    expected = token_ids(llm.generate(prompts, params, use_tqdm=False))
+    graphs, sizes = use_graphs(llm, 4), []
+    compute_logits = LlamaForCausalLM.compute_logits
+
+    @functools.wraps(compute_logits)
+    def counted(model, hidden):
+        sizes.append(len(hidden))
+        return compute_logits(model, hidden)
+
+    monkeypatch.setattr(LlamaForCausalLM, "compute_logits", counted)
+    assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
+    assert [graph.count for graph in graphs.graphs.values()] == [3, 3, 3], "of 1, 2 and 4 rows, the last for 3 sequences"
+    by_graphs, by_sampling = [4] * 3 * (limit == 64) + [2] * 3 + [1] * 3, [3] * 3 + [2] * 3 + [1] * 3
+    if sampler_cls is not None:
+        assert sorted(sizes) == sorted([3, *by_graphs, *by_sampling])
+    else:
+        assert sizes == [3, *([3] * 3 * (limit < 64)), *by_graphs], "the prefill, then the decodes"
+
+
+def test_a_head_of_the_users_is_not_captured(tiny_folder):  # noqa: F811
+    llm = LLM(str(tiny_folder), skip_tokenizer_init=True, num_gpu_blocks_override=10, device="cpu")
+    model = llm.llm_engine.executor.worker.model_runner.model
+    assert has_own_head(model)
+    model.compute_logits = model.compute_logits
+    assert not has_own_head(model), "replaced in this object"
+    del model.compute_logits
+    model.__class__ = type("Mine", (LlamaForCausalLM,), {"compute_logits": lambda self, hidden: 2 * self.lm_head(hidden)})
+    assert not has_own_head(model), "overridden in a class"
