@@ -51,7 +51,7 @@ TESTS = [
     "tests/kernels/test_attention_backends.py",
     "tests/model/test_models.py",
     "tests/model/test_model_input.py",
-    "tests/model/test_decode_graphs.py",
+    "tests/model/test_step_graphs.py",
     "tests/model/test_transfer.py",
 ]
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]

@@ -122,7 +122,7 @@ def run_step(worker: Worker, seqs: list[Sequence], num_tokens: list[int], tables
 
 
 def check_replay(folder: Path) -> bool:
-    """A replayed graph against the same padded step run eagerly."""
+    """Replayed graphs against the same padded steps run eagerly: decodes, and chunks of prompts beside decodes."""
     worker = load(folder, dtype="bfloat16", num_gpu_blocks_override=600).llm_engine.executor.worker
     runner, caches = worker.model_runner, worker.cache_engine.gpu_cache
     graphs = runner.graphs
@@ -130,22 +130,24 @@ def check_replay(folder: Path) -> bool:
         print("no CUDA graphs were captured")
         return False
     equal = True
-    for num_seqs in (1, 3, 8, 33, 64):
-        lengths = [1 + (7 * i) % 120 for i in range(num_seqs)]
+    for num_seqs, num_chunks in ((1, 0), (3, 0), (8, 0), (33, 0), (64, 0), (1, 1), (5, 2), (64, 7), (20, 20)):
         scheduled = []
-        for i, length in enumerate(lengths):
-            seq = Sequence(i, Request(EngineCoreRequest(str(i), [5 + i] * (length + 1), SamplingParams(), max_num_tokens=2048)))
+        for i in range(num_seqs):
+            length, num_new = 1 + (7 * i) % 90, 1 + (11 * i) % 50 if i < num_chunks else 1
+            ids, table = [5 + i] * (length + num_new), [i * 9 + j for j in range((length + num_new - 1) // 16 + 1)]
+            seq = Sequence(i, Request(EngineCoreRequest(str(i), ids, SamplingParams(), max_num_tokens=2048)))
             seq.num_computed_tokens = length
-            scheduled.append(ScheduledSequence(seq, 1, [i * 9 + j for j in range(length // 16 + 1)]).to_data())
+            scheduled.append(ScheduledSequence(seq, num_new, table).to_data())
         inputs = runner.prepare_inputs(scheduled, num_blocks=600)
         with torch.inference_mode():
             replayed = graphs.run(inputs).clone()
-            size = next(size for size in graphs.sizes if size >= num_seqs)
+            size = graphs.find_size(len(inputs.input_ids), *inputs.metadata.block_tables.shape)
             padded = graphs.inputs.view(size)
             eager = runner.model(padded.input_ids, padded.positions, caches, padded.metadata)
-            logits = graphs.get_logits(num_seqs)
-            equal &= torch.equal(replayed, eager[:num_seqs])
-            equal &= logits is not None and torch.equal(logits, runner.model.compute_logits(eager)[:num_seqs])
+            logits = graphs.get_logits(inputs)
+            equal &= torch.equal(replayed, eager[: len(replayed)])
+            if size.is_decode:
+                equal &= logits is not None and torch.equal(logits, runner.model.compute_logits(eager)[:num_seqs])
     print(f"replayed steps equal eager ones exactly: {equal}")
     return equal
 

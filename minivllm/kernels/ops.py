@@ -40,7 +40,7 @@ class Ops:
     rotary_embedding: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     norm_rope_and_cache: Callable[..., Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
-    unpack_decode_inputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    unpack_inputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     random_uniform: Callable[..., Tensor]  # (Tensor, int, int = 0)
     draw: Callable[..., tuple[Tensor, Tensor]]  # (Tensor, Tensor, Tensor, Tensor | None = None, int = 0)
     filter_thresholds: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -299,38 +299,44 @@ def restore_weight(rounded: Tensor, scales: Tensor, in_features: int) -> Tensor:
     return hadamard_transform(rounded.float() * scales[:, None])[:, :in_features].contiguous()
 
 
-def unpack_decode_inputs(
-    packed: Tensor, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, context_lens: Tensor, block_tables: Tensor
-) -> None:
-    """Spread a decode step, which came to the device in one piece, over the rows of the tensors that a CUDA graph reads.
+def unpack_inputs(
+    packed: Tensor, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, context_lens: Tensor, block_tables: Tensor,
+    query_start_loc: Tensor,
+) -> None:  # fmt: skip
+    """Spread a step, which came to the device in one piece, over the rows of the tensors that a CUDA graph reads.
 
     The numbers in `packed` decide what goes where, and only the device reads them.
 
     Args:
-        packed: Bytes, each part from a multiple of 16 bytes on: the number of sequences and the width of their block tables (int64); input ids, positions and slots (int64); context lengths (int32); block tables (int32).
-        input_ids, positions, slot_mapping: `[rows]` int64, written. Rows without a sequence are padding: token 0 at position 0, slot -1.
-        context_lens: `[rows]` int32, written; 0 for padding.
-        block_tables: `[rows, max_blocks]` int32. What lies beyond the width, and in rows of padding, stays.
+        packed: Bytes, each part from a multiple of 16 bytes on: the numbers of tokens and sequences, the width of the block tables, and 0
+            (int32); input ids, positions and slots (int64); context lengths, block tables, and where the sequences begin (int32).
+        input_ids, positions, slot_mapping: `[token rows]` int64, written. Rows without a token are padding: token 0 at position 0, slot -1.
+        context_lens: `[sequence rows]` int32, written; 0 for padding.
+        block_tables: `[sequence rows, max_blocks]` int32. What lies beyond the width, and in rows of padding, stays.
+        query_start_loc: `[sequence rows + 1]` int32, written. Padding has no tokens: it begins where the last sequence ends.
     """
     numbers, halves = packed.view(torch.int64), packed.view(torch.int32)
-    num_seqs, width = numbers[0], numbers[1]
-    rows, columns = (torch.arange(size, device=packed.device) for size in block_tables.shape)
-    is_sequence = rows < num_seqs
-    length = (num_seqs + 1) // 2 * 2
+    num_tokens, num_seqs, width, _ = halves[:4].unbind()
+    tokens, seqs, columns = (
+        torch.arange(size, device=packed.device) for size in (len(input_ids), len(query_start_loc), block_tables.shape[1])
+    )
 
-    def take(source: Tensor, start: Tensor | int, padding: int) -> Tensor:
-        places = torch.where(is_sequence, start + rows, 0)
-        return torch.where(is_sequence, source[places], padding)
+    def take(source: Tensor, start: Tensor | int, rows: Tensor, count: Tensor, padding: int) -> Tensor:
+        return torch.where(rows < count, source[torch.where(rows < count, start + rows, 0)], padding)
 
+    length = (num_tokens + 1) // 2 * 2
+    for i, (out, padding) in enumerate(((input_ids, 0), (positions, 0), (slot_mapping, -1))):
+        out.copy_(take(numbers, 2 + i * length, tokens, num_tokens, padding))
     lens = 4 + 6 * length
-    input_ids.copy_(take(numbers, 2, 0))
-    positions.copy_(take(numbers, 2 + length, 0))
-    slot_mapping.copy_(take(numbers, 2 + 2 * length, -1))
-    context_lens.copy_(take(halves, lens, 0))
-    inside = is_sequence[:, None] & (columns < width)
     tables = lens + (num_seqs + 3) // 4 * 4
-    places = torch.where(inside, tables + rows[:, None] * width + columns, 0)
-    block_tables.copy_(torch.where(inside, halves[places], block_tables))
+    starts = tables + (num_seqs * width + 3) // 4 * 4
+    query_start_loc.copy_(halves[starts + torch.minimum(seqs, num_seqs)])
+    seqs = seqs[:-1]
+    context_lens.copy_(take(halves, lens, seqs, num_seqs, 0))
+    inside = (seqs < num_seqs)[:, None] & (columns < width)
+    block_tables.copy_(
+        torch.where(inside, halves[torch.where(inside, tables + seqs[:, None] * width + columns, 0)], block_tables)
+    )
 
 
 def copy_blocks(cache: Tensor, pairs: list[tuple[int, int]]) -> None:

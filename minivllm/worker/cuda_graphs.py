@@ -1,15 +1,15 @@
-"""Decode steps as CUDA graphs: captured once for some batch sizes, then replayed.
+"""Steps as CUDA graphs: captured once for some sizes, then replayed.
 
-A decode step launches hundreds of kernels, each so short that launching it from Python takes longer than running it. A graph
-launches them all at once. It repeats exactly what was recorded, on the same memory, so a step's inputs go to fixed buffers, and it
-is padded to the next recorded size. A padding row has no context and writes to no slot.
+A step launches hundreds of kernels. Those of a decode are so short that launching one from Python takes longer than running it, and so are
+those of a short prompt, or of a chunk beside decodes. A graph launches them all at once. It repeats exactly what was recorded, on the same memory, so a
+step's inputs go to fixed buffers, and it is padded to the next recorded size. A padding row writes to no slot.
 Mirrors `vllm/v1/worker/gpu/cudagraph_utils.py`.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,21 +24,35 @@ from minivllm.models.base import CausalLM
 from minivllm.worker.model_input import ModelInput
 from minivllm.worker.transfer import pack_to_device, packed_bytes
 
-MAX_GRAPH_SIZE = 512
-"""Larger batches are not captured: their kernels take long enough to hide their launches."""
+MAX_DECODES, MAX_TOKENS = 512, 1024
+"""Larger decode steps, and larger steps with prompts, are not captured: their kernels take long enough to hide their launches."""
 
 MAX_LOGITS_SIZE = 64
-"""Graphs of at most so many rows compute logits, too. Larger steps hide one more launch, and the logits of each size take memory of their own."""
+"""Graphs of at most so many decodes compute logits, too. Larger steps hide one more launch, and the logits of each size take memory of their own."""
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes that graphs are captured for: 1, 2, 4, multiples of 8, and the largest batch there can be."""
-    largest = min(max_num_seqs, MAX_GRAPH_SIZE)
-    return sorted({size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest} | {largest})
+class GraphSize(NamedTuple):
+    """What a graph is for: up to so many tokens, one of each sequence (a decode step), or any number of each."""
+
+    num_tokens: int
+    is_decode: bool
+
+
+def graph_sizes(max_num_seqs: int, max_num_tokens: int) -> list[GraphSize]:
+    """The sizes that graphs are captured for, from small to large.
+
+    Decodes: 1, 2, 4, multiples of 8, and the largest batch there can be. Steps with prompts: from 32 tokens on, each size by a third or a half
+    larger than the one before, up to the most tokens of a step.
+    """
+    most_decodes, most_tokens = min(max_num_seqs, MAX_DECODES), min(max_num_tokens, MAX_TOKENS)
+    decodes = {size for size in (1, 2, 4, *range(8, most_decodes, 8)) if size < most_decodes} | {most_decodes}
+    powers = [2**i for i in range(5, MAX_TOKENS.bit_length())]
+    tokens = {size for power in powers for size in (power, power * 3 // 2) if size < most_tokens} | {most_tokens}
+    return sorted([GraphSize(size, True) for size in decodes] + [GraphSize(size, False) for size in tokens])
 
 
 class StaticInputs:
-    """Memory at fixed addresses for the inputs of a decode step of up to `max_num_seqs` rows and `max_blocks` blocks each.
+    """Memory at fixed addresses for the inputs of a step of up to `max_tokens` tokens and `max_num_seqs` sequences, of up to `max_blocks` blocks each.
 
     A step comes in one copy, packed as tightly as it is (`receive`), and then a kernel spreads it over the rows (`unpack`). That kernel is the
     first one of each graph, so a replay needs one copy and one launch. Copies and replays are queued on one stream: the next step's
@@ -49,74 +63,87 @@ class StaticInputs:
         ops: With the operation that unpacks it.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
-        numbers, table = max_num_seqs * 8, max_num_seqs * max_blocks * 4
-        sizes = [16, numbers, numbers, numbers, numbers // 2, table, numbers // 2 + 4]  # what `receive` packs
+    def __init__(self, max_tokens: int, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        numbers, table = max_tokens * 8, max_num_seqs * max_blocks * 4
+        sizes = [16, numbers, numbers, numbers, max_num_seqs * 4, table, max_num_seqs * 4 + 4]  # what `receive` packs
         self.packed = torch.zeros(packed_bytes(sizes)[-1], dtype=torch.uint8, device=device)
         self.ops = Ops(load_platform_kernels(device), Checks.NONE)
-        self.input_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.slot_mapping = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=device)
+        self.input_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
         self.block_tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
         self.context_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self.query_start_loc = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self.query_start_loc = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
 
-    def view(self, size: int) -> ModelInput:
-        """The first `size` rows."""
+    def view(self, size: GraphSize) -> ModelInput:
+        """The rows of a graph: as many sequences as tokens for a decode, otherwise all sequences that there may be."""
+        num_tokens = size.num_tokens
+        num_seqs = num_tokens if size.is_decode else len(self.context_lens)
         metadata = AttentionMetadata(
-            is_decode=True,
-            slot_mapping=self.slot_mapping[:size],
-            block_tables=self.block_tables[:size],
-            context_lens=self.context_lens[:size],
-            query_start_loc=self.query_start_loc[: size + 1],
+            is_decode=size.is_decode,
+            slot_mapping=self.slot_mapping[:num_tokens],
+            block_tables=self.block_tables[:num_seqs],
+            context_lens=self.context_lens[:num_seqs],
+            query_start_loc=self.query_start_loc[: num_seqs + 1],
         )
-        return ModelInput(self.input_ids[:size], self.positions[:size], metadata, [])
+        return ModelInput(self.input_ids[:num_tokens], self.positions[:num_tokens], metadata, [])
 
     def receive(self, arrays: list[np.ndarray]) -> list[Tensor]:
-        """Copy a decode step to the device, without waiting. Returns the arrays as parts of `packed`, which may still be written to.
+        """Copy a step to the device, without waiting. Returns the arrays as parts of `packed`, which may still be written to.
 
         Args:
-            arrays: Input ids, positions and slots, `[num_seqs]` int64; context lengths, `[num_seqs]`, block tables, `[num_seqs, blocks]`, and
+            arrays: Input ids, positions and slots, `[num_tokens]` int64; context lengths, `[num_seqs]`, block tables, `[num_seqs, blocks]`, and
                 where the sequences begin, `[num_seqs + 1]`, int32.
         """
-        header = np.array(arrays[4].shape, np.int64)
+        header = np.array([len(arrays[0]), *arrays[4].shape, 0], np.int32)
         return pack_to_device([header, *arrays], self.packed.device, out=self.packed)[1:]
 
     def holds(self, inputs: ModelInput) -> bool:
         """Whether these tensors were returned by `receive`."""
         return inputs.input_ids.untyped_storage().data_ptr() == self.packed.data_ptr()
 
-    def unpack(self, size: int) -> ModelInput:
-        """Spread the step over the first rows, and make the rows up to `size` padding."""
+    def unpack(self, size: GraphSize) -> ModelInput:
+        """Spread the step over a graph's rows, and make the others padding: tokens without a slot, sequences without tokens."""
         inputs = self.view(size)
         metadata = inputs.metadata
-        rows = inputs.input_ids, inputs.positions, metadata.slot_mapping, metadata.context_lens, metadata.block_tables
-        self.ops.unpack_decode_inputs(self.packed, *rows)
+        of_tokens = inputs.input_ids, inputs.positions, metadata.slot_mapping
+        self.ops.unpack_inputs(self.packed, *of_tokens, metadata.context_lens, metadata.block_tables, metadata.query_start_loc)
         return inputs
 
 
-class DecodeGraphs:
-    """Captures a model's decode steps over one cache, and replays them.
+class StepGraphs:
+    """Captures a model's steps over one cache, and replays them.
+
+    Args:
+        max_num_seqs, max_num_tokens: The most sequences and tokens of a step.
+        max_blocks: The most blocks of a sequence.
 
     Attributes:
-        outputs: Of each captured size, the hidden states, `[size, hidden_size]`.
-        logits: Of the sizes up to `MAX_LOGITS_SIZE`, if the model has a head of this package: `[size, vocab_size]`.
+        sizes: Those of `graph_sizes`.
+        outputs: Of each captured size, the hidden states, `[num_tokens, hidden_size]`.
+        logits: Of decodes up to `MAX_LOGITS_SIZE`, if the model has a head of this package: `[num_tokens, vocab_size]`.
     """
 
     def __init__(
-        self, model: CausalLM, kv_caches: list[KVCache], max_num_seqs: int, max_blocks: int, device: torch.device
+        self,
+        model: CausalLM,
+        kv_caches: list[KVCache],
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_blocks: int,
+        device: torch.device,
     ) -> None:
         self.model = model
         self.kv_caches = kv_caches
-        self.sizes = graph_sizes(max_num_seqs)
-        self.inputs = StaticInputs(self.sizes[-1], max_blocks, device)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.outputs: dict[int, Tensor] = {}
-        self.logits: dict[int, Tensor] = {}
+        self.sizes = graph_sizes(max_num_seqs, max_num_tokens)
+        self.inputs = StaticInputs(self.sizes[-1].num_tokens, min(max_num_seqs, MAX_DECODES), max_blocks, device)
+        self.graphs: dict[GraphSize, torch.cuda.CUDAGraph] = {}
+        self.outputs: dict[GraphSize, Tensor] = {}
+        self.logits: dict[GraphSize, Tensor] = {}
         self.pool: Any = None
 
     @torch.inference_mode()
-    def capture(self, sizes: list[int] | None = None) -> None:
+    def capture(self, sizes: list[GraphSize] | None = None) -> None:
         """Capture one graph for each of these sizes (None: all), from the largest down, so that smaller ones reuse its memory.
 
         Raises:
@@ -140,38 +167,49 @@ class DecodeGraphs:
                 "enforce_eager=True."
             ) from None
 
-    def can_run(self, num_seqs: int, num_blocks: int) -> bool:
-        """Whether a decode step of so many sequences, with block tables so wide, has a captured size."""
-        return num_seqs <= self.sizes[-1] and num_blocks <= self.inputs.block_tables.shape[1]
+    def find_size(self, num_tokens: int, num_seqs: int, num_blocks: int) -> GraphSize | None:
+        """The graph for a step of so many tokens and sequences, with block tables so wide; None if no graph is large enough."""
+        if num_seqs > len(self.inputs.context_lens) or num_blocks > self.inputs.block_tables.shape[1]:
+            return None
+        is_decode = num_tokens == num_seqs
+        return next((size for size in self.sizes if size.is_decode == is_decode and size.num_tokens >= num_tokens), None)
 
     def run(self, inputs: ModelInput) -> Tensor:
-        """Hidden states of the decode step that `inputs` has received, `[num_seqs, hidden_size]`; overwritten by the next one."""
-        num_seqs = len(inputs.input_ids)
-        size = next(size for size in self.sizes if size >= num_seqs)
+        """Hidden states of the step that `inputs` has received, `[num_tokens, hidden_size]`; overwritten by the next one."""
+        size = self._size_of(inputs)
         self.graphs[size].replay()
-        return self.outputs[size][:num_seqs]
+        return self.outputs[size][: len(inputs.input_ids)]
 
-    def get_logits(self, num_seqs: int) -> Tensor | None:
-        """Logits of all rows of the step that was run last, `[num_seqs, vocab_size]`, overwritten by the next one; None if its graph has none."""
-        size = next(size for size in self.sizes if size >= num_seqs)
-        return self.logits[size][:num_seqs] if size in self.logits and has_own_head(self.model) else None
+    def get_logits(self, inputs: ModelInput) -> Tensor | None:
+        """Logits of all rows of the step that was run last, `[num_tokens, vocab_size]`, overwritten by the next one; None if its graph has none."""
+        logits = self.logits.get(self._size_of(inputs))
+        return None if logits is None or not has_own_head(self.model) else logits[: len(inputs.input_ids)]
+
+    def _size_of(self, inputs: ModelInput) -> GraphSize:
+        size = self.find_size(len(inputs.input_ids), *inputs.metadata.block_tables.shape)
+        assert size is not None, "only what fits is received"
+        return size
 
     def logits_bytes(self) -> int:
         """Bytes of the logits that all sizes will keep, once one size has been captured."""
-        rows = sum(size for size in self.sizes if size <= MAX_LOGITS_SIZE)
+        rows = sum(size.num_tokens for size in self.sizes if _has_logits(size))
         return rows * max((logits[0].nbytes for logits in self.logits.values()), default=0)
 
-    def _keep(self, size: int, hidden: Tensor, logits: Tensor | None) -> None:
+    def _keep(self, size: GraphSize, hidden: Tensor, logits: Tensor | None) -> None:
         self.outputs[size] = hidden
         if logits is not None:
             self.logits[size] = logits
 
-    def _forward(self, size: int) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, size: GraphSize) -> tuple[Tensor, Tensor | None]:
         inputs = self.inputs.unpack(size)
         hidden = self.model.forward(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
         assert isinstance(hidden, Tensor), "a pipeline stage captures no graphs"
-        has_logits = size <= MAX_LOGITS_SIZE and has_own_head(self.model)
+        has_logits = _has_logits(size) and has_own_head(self.model)
         return hidden, self.model.compute_logits(hidden) if has_logits else None
+
+
+def _has_logits(size: GraphSize) -> bool:
+    return size.is_decode and size.num_tokens <= MAX_LOGITS_SIZE
 
 
 def has_own_head(model: CausalLM) -> bool:

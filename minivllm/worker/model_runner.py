@@ -24,7 +24,7 @@ from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import PLACEHOLDER, Masks, SequenceData, SequenceOutput, apply_masks
 from minivllm.worker.choice_in_parts import can_choose_in_parts, choose_in_part
-from minivllm.worker.cuda_graphs import DecodeGraphs
+from minivllm.worker.cuda_graphs import StepGraphs
 from minivllm.worker.logprobs import top_logprobs
 from minivllm.worker.model_input import BlockTables, ModelInput
 from minivllm.worker.sampler import PendingTokens, SampledToken, Sampler, SamplingRow
@@ -70,7 +70,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.device = device
         self.sampler = sampler or Sampler()
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._block_tables = BlockTables()
         self._launched: ForwardPass | None = None
 
@@ -103,7 +103,7 @@ class ModelRunner:
         context_lens, first_rows = context_lens.astype(np.int32), query_start_loc.astype(np.int32)
         is_decode = total == num_seqs
         arrays, graphs = [input_ids, positions, slot_mapping, context_lens, block_tables, first_rows], self.graphs
-        if is_decode and graphs is not None and graphs.can_run(num_seqs, block_tables.shape[1]):
+        if graphs is not None and graphs.find_size(total, *block_tables.shape) is not None:
             ids, places, slots, lens, tables, locs = graphs.inputs.receive(arrays)
         else:
             ids, places, slots, lens, tables, locs = self._tensors(arrays)
@@ -132,14 +132,14 @@ class ModelRunner:
             wrong = lowest if lowest < 0 else highest
             raise KernelError(f"A block table names block {wrong}, but the cache has {num_blocks} blocks.")
 
-    def capture_graphs(self, kv_caches: list[KVCache], max_num_seqs: int) -> None:
-        """Record decode steps over that cache as CUDA graphs, for later steps to replay."""
-        self.graphs = self._make_graphs(kv_caches, max_num_seqs)
+    def capture_graphs(self, kv_caches: list[KVCache], max_num_seqs: int, max_num_tokens: int) -> None:
+        """Record steps over that cache as CUDA graphs, for later steps to replay."""
+        self.graphs = self._make_graphs(kv_caches, max_num_seqs, max_num_tokens)
         self.graphs.capture()
 
-    def measure_graph_memory(self, kv_caches: list[KVCache], max_num_seqs: int) -> int:
+    def measure_graph_memory(self, kv_caches: list[KVCache], max_num_seqs: int, max_num_tokens: int) -> int:
         """Bytes that the graphs will take: the tensors of the largest, which all share, plus logits and a small fixed cost for each."""
-        graphs = self._make_graphs(kv_caches, max_num_seqs)
+        graphs = self._make_graphs(kv_caches, max_num_seqs, max_num_tokens)
         free = [torch.cuda.mem_get_info(self.device)[0]]
         for size in (graphs.sizes[-1], graphs.sizes[0]):
             graphs.capture([size])
@@ -150,9 +150,9 @@ class ModelRunner:
         torch.cuda.empty_cache()
         return max(0, largest) + max(0, one_more) * (count - 1) + logits_bytes
 
-    def _make_graphs(self, kv_caches: list[KVCache], max_num_seqs: int) -> DecodeGraphs:
+    def _make_graphs(self, kv_caches: list[KVCache], max_num_seqs: int, max_num_tokens: int) -> StepGraphs:
         max_blocks = -(-self.max_model_len // self.block_size)
-        return DecodeGraphs(self.model, kv_caches, max_num_seqs, max_blocks, self.device)
+        return StepGraphs(self.model, kv_caches, max_num_seqs, max_num_tokens, max_blocks, self.device)
 
     @torch.inference_mode()
     def execute_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> list[SequenceOutput]:
@@ -170,7 +170,7 @@ class ModelRunner:
         inputs = self.prepare_inputs(sequences, num_blocks=kv_caches[0][0].shape[0])
         if self.graphs is not None and self.graphs.inputs.holds(inputs):
             hidden = self.graphs.run(inputs)
-            self._launched = ForwardPass(sequences, hidden, inputs.sampled_rows, self.graphs.get_logits(len(hidden)))
+            self._launched = ForwardPass(sequences, hidden, inputs.sampled_rows, self.graphs.get_logits(inputs))
             return
         computed = self._run_model(inputs, kv_caches)
         if computed is not None:

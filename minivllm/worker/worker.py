@@ -141,7 +141,8 @@ class Worker:
             self.rank_config, self.cache_config.block_size, num_gpu_blocks, num_cpu_blocks, self.platform
         )
         if self._uses_graphs():
-            self.model_runner.capture_graphs(self.cache_engine.gpu_cache, self.scheduler_config.max_num_seqs)
+            limits = self.scheduler_config.max_num_seqs, self.scheduler_config.max_num_batched_tokens
+            self.model_runner.capture_graphs(self.cache_engine.gpu_cache, *limits)
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         """Move blocks as the scheduler says, then run the step. Only the last stage has results.
@@ -184,7 +185,7 @@ class Worker:
         """How the model's layers run, in words."""
         model_cls = type(self.model_runner.model)
         if self.model_runner.graphs is not None:
-            how = "CUDA graphs for decode steps"
+            how = "CUDA graphs for decodes and small steps with prompts"
         else:
             how = "as written" if self.compiled_model is None else self.compiled_model.describe()
         return f"{model_cls.__module__}.{model_cls.__name__}: {how}"
@@ -236,7 +237,7 @@ class Worker:
             peak = torch.cuda.max_memory_allocated(self.device)
             torch.cuda.empty_cache()
             if self._uses_graphs():
-                peak += runner.measure_graph_memory(one_block, max_num_seqs)
+                peak += runner.measure_graph_memory(one_block, max_num_seqs, max_tokens)
             free, total = torch.cuda.mem_get_info(self.device)
             usable = int(total * self.cache_config.gpu_memory_utilization)
             if self.num_ranks > torch.cuda.device_count():  # ranks share a GPU

@@ -21,7 +21,7 @@ from minivllm.layers.attention import AttentionBackend, AttentionMetadata
 from minivllm.layers.attention_backends import BACKENDS, TorchAttentionBackend, get_attention_backend
 from minivllm.request import EngineCoreRequest, Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
-from minivllm.worker.cuda_graphs import MAX_GRAPH_SIZE, DecodeGraphs, graph_sizes
+from minivllm.worker.cuda_graphs import MAX_DECODES, MAX_TOKENS, GraphSize, StepGraphs, graph_sizes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -244,10 +244,17 @@ def test_a_block_table_that_cannot_be_is_refused_before_it_is_read(tiny_folder):
 
 
 def test_graph_sizes_cover_every_batch():
-    assert graph_sizes(1) == [1]
-    assert graph_sizes(7) == [1, 2, 4, 7]
-    assert graph_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
-    assert graph_sizes(1000)[-1] == MAX_GRAPH_SIZE
+    def sizes(is_decode, *limits):
+        return [size.num_tokens for size in graph_sizes(*limits) if size.is_decode == is_decode]
+
+    assert sizes(True, 1, 64) == [1]
+    assert sizes(True, 7, 64) == [1, 2, 4, 7]
+    assert sizes(True, 32, 64) == [1, 2, 4, 8, 16, 24, 32]
+    assert sizes(True, 1000, 8192)[-1] == MAX_DECODES
+    assert sizes(False, 4, 20) == [20]
+    assert sizes(False, 4, 200) == [32, 48, 64, 96, 128, 192, 200]
+    assert sizes(False, 4, 8192)[-2:] == [768, MAX_TOKENS]
+    assert graph_sizes(7, 200)[-1].num_tokens == 200, "the largest is captured first"
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
@@ -260,7 +267,7 @@ def test_a_padded_decode_gives_the_same_and_writes_nothing_more(tiny_folder, bac
     runner, caches = worker.model_runner, worker.cache_engine.gpu_cache
     for cache in (tensor for pair in caches for tensor in pair):
         cache.normal_()
-    graphs = DecodeGraphs(runner.model, caches, max_num_seqs=6, max_blocks=10, device=worker.device)
+    graphs = StepGraphs(runner.model, caches, max_num_seqs=6, max_num_tokens=32, max_blocks=10, device=worker.device)
     for lens in ([3, 17, 8, 9, 1], [12, 4], [20]):
         scheduled = []
         for i, length in enumerate(lens):
@@ -277,18 +284,18 @@ def test_a_padded_decode_gives_the_same_and_writes_nothing_more(tiny_folder, bac
         runner.graphs = graphs
         packed = runner.prepare_inputs(scheduled, num_blocks=20)
         assert graphs.inputs.holds(packed) and not graphs.inputs.holds(inputs)
-        padded = graphs.inputs.unpack(6)
+        padded = graphs.inputs.unpack(GraphSize(6, is_decode=True))
         hidden = runner.model(padded.input_ids, padded.positions, caches, padded.metadata)
         assert torch.allclose(hidden[: len(lens)], expected, atol=1e-5)
         for tensor, new in zip((tensor for pair in caches for tensor in pair), written, strict=True):
             assert torch.allclose(tensor, new, atol=1e-5)
 
 
-def test_only_decodes_that_fit_are_replayed(tiny_folder):  # noqa: F811
+def test_only_steps_that_fit_are_replayed(tiny_folder):  # noqa: F811
     llm = LLM(str(tiny_folder), skip_tokenizer_init=True, num_gpu_blocks_override=20, block_size=4, enforce_eager=True)
     worker = llm.llm_engine.executor.worker
     runner = worker.model_runner
-    runner.graphs = DecodeGraphs(runner.model, worker.cache_engine.gpu_cache, 2, 3, worker.device)
+    runner.graphs = StepGraphs(runner.model, worker.cache_engine.gpu_cache, 2, 7, 3, worker.device)
 
     def can_run(num_seqs, num_tokens, num_blocks):
         seq = Sequence(0, Request(EngineCoreRequest("a", [1] * num_tokens, SamplingParams(), max_num_tokens=40)))
@@ -298,8 +305,11 @@ def test_only_decodes_that_fit_are_replayed(tiny_folder):  # noqa: F811
     assert can_run(1, 1, 1)
     assert can_run(2, 1, 3)
     assert not can_run(3, 1, 1), "too many sequences"
-    assert not can_run(1, 2, 1), "no decode"
     assert not can_run(1, 1, 4), "too long a table"
+    assert can_run(1, 7, 2)
+    assert can_run(2, 3, 3)
+    assert not can_run(2, 4, 3), "too many tokens"
+    assert not can_run(3, 2, 1), "too many sequences for so few tokens"
 
 
 @pytest.mark.gpu

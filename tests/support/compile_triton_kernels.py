@@ -133,9 +133,10 @@ ALL = [*FEW, *itertools.product([*HEADS, (128, 8, 8)], (torch.float32, torch.flo
 for CASE in ALL if "--all" in sys.argv else FEW:
     compile_attention(*CASE)
     compile_others(*CASE[:2])
-CASE = "decode inputs"
-rows_of_numbers = [torch.zeros(8, dtype=dtype) for dtype in (torch.int64, torch.int64, torch.int64, torch.int32)]
-kernels.unpack_decode_inputs(torch.zeros(4096, dtype=torch.uint8), *rows_of_numbers, torch.zeros(8, 64, dtype=torch.int32))
+CASE = "a step's inputs"
+of_tokens, of_seqs = torch.zeros(3, 16, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
+tables = torch.zeros(8, 64, dtype=torch.int32)
+kernels.unpack_inputs(torch.zeros(4096, dtype=torch.uint8), *of_tokens, of_seqs[:8], tables, of_seqs)
 CASE = (*FEW[0], "one sequence")
 compile_attention(*FEW[0], num_seqs=1)
 for dtype, vocab_size in itertools.product((torch.bfloat16, torch.float16, torch.float32), (151936, 50257)):

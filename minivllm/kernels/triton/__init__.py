@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from minivllm.kernels.triton.cache import copy_blocks, reshape_and_cache, swap_blocks
 from minivllm.kernels.triton.decode_attention import paged_decode_attention
-from minivllm.kernels.triton.inputs import unpack_decode_inputs
+from minivllm.kernels.triton.inputs import unpack_inputs
 from minivllm.kernels.triton.launch import INTERPRETED
 from minivllm.kernels.triton.prefill_attention import paged_prefill_attention
 from minivllm.kernels.triton.rope_and_cache import norm_rope_and_cache

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, as far as they can be tested without a GPU: what a graph's first kernel makes of a step, and the engine over
+"""Steps as CUDA graphs, as far as they can be tested without a GPU: what a graph's first kernel makes of a step, and the engine over
 graphs that are not captured, but computed again."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_invariants_on_a_model import tiny_folder  # noqa: F401 (a fixture)
 
@@ -18,7 +18,7 @@ from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.worker import cuda_graphs
-from minivllm.worker.cuda_graphs import DecodeGraphs, StaticInputs, has_own_head
+from minivllm.worker.cuda_graphs import GraphSize, StaticInputs, StepGraphs, has_own_head
 from minivllm.worker.sampler import Sampler
 
 pytest.importorskip("triton")  # there is none for macOS
@@ -28,34 +28,46 @@ DEVICE = torch.device("cpu" if triton.INTERPRETED else "cuda")
 
 
 @pytest.mark.parametrize("kernels", [reference, triton], ids=["reference", "triton"])
+@settings(max_examples=12)
 @given(
-    steps=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 2), st.sampled_from([1, 2, 7, 1500])), min_size=1, max_size=4),
+    steps=st.lists(
+        st.tuples(
+            st.lists(st.integers(1, 5), min_size=1, max_size=6),
+            st.integers(0, 4),
+            st.sampled_from([1, 2, 7, 1500]),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
     seed=st.integers(0, 2**31),
 )
 def test_a_packed_step_is_spread_over_rows_and_padded(kernels, steps, seed):
-    """Each step is (sequences, rows of padding, width of the tables), over what the one before has left."""
+    """Each step is (tokens of its sequences, rows of padding, width of the tables, whether it decodes), over what the one before has left."""
     generator = np.random.default_rng(seed)
-    static = StaticInputs(max_num_seqs=8, max_blocks=1500, device=DEVICE)
+    static = StaticInputs(max_tokens=40, max_num_seqs=10, max_blocks=1500, device=DEVICE)
     static.ops = Ops(kernels, Checks.NONE)
-    tables = np.zeros((8, 1500), np.int32)
-    for num_seqs, padding, width in steps:
-        ids, positions, slots = generator.integers(0, 2**40, (3, num_seqs))
+    tables = np.zeros((10, 1500), np.int32)
+    for counts, padding, width, is_decode in steps:
+        counts = [1] * len(counts) if is_decode else counts
+        num_tokens, num_seqs = sum(counts), len(counts)
+        ids, positions, slots = generator.integers(0, 2**40, (3, num_tokens))
         lens = generator.integers(1, 2**31, num_seqs, np.int32)
         tables[:num_seqs, :width] = generator.integers(0, 2**31, (num_seqs, width), np.int32)
-        starts = np.arange(num_seqs + 1, dtype=np.int32)
+        starts = np.cumsum([0, *counts], dtype=np.int32)
         arrays = [ids, positions, slots, lens, tables[:num_seqs, :width], starts]
         received = static.receive(arrays)
         assert [part.tolist() for part in received] == [array.tolist() for array in arrays]
         received[0][0] = ids[0] = 77  # as for a placeholder
-        inputs = static.unpack(num_seqs + padding)
-        metadata = inputs.metadata
+        inputs = static.unpack(GraphSize(num_tokens + padding, is_decode))
+        metadata, seq_padding = inputs.metadata, padding if is_decode else 10 - num_seqs
         assert inputs.input_ids.tolist() == [*ids, *[0] * padding]
         assert inputs.positions.tolist() == [*positions, *[0] * padding]
         assert metadata.slot_mapping.tolist() == [*slots, *[-1] * padding]
-        assert metadata.context_lens.tolist() == [*lens, *[0] * padding]
+        assert metadata.context_lens.tolist() == [*lens, *[0] * seq_padding]
         assert np.array_equal(static.block_tables.cpu().numpy(), tables), "what lies beyond stays"
-        assert metadata.query_start_loc.tolist() == list(range(num_seqs + padding + 1))
-        assert metadata.is_decode
+        assert metadata.query_start_loc.tolist() == [*starts, *[num_tokens] * seq_padding]
+        assert metadata.is_decode == is_decode
 
 
 class Recomputed:
@@ -66,34 +78,41 @@ class Recomputed:
 
     def replay(self):
         self.count += 1
-        self.graphs._keep(self.size, *self.graphs._forward(self.size))
+        hidden, logits = self.graphs._forward(self.size)
+        if self.count == 1:
+            self.graphs._keep(self.size, hidden.clone(), None if logits is None else logits.clone())
+        self.graphs.outputs[self.size].copy_(hidden)
+        if logits is not None:
+            self.graphs.logits[self.size].copy_(logits)
 
 
-def use_graphs(llm, max_num_seqs):
-    """Give the engine graphs of all sizes up to that."""
+def use_graphs(llm, max_num_seqs, max_num_tokens=1):
+    """Give the engine graphs of all sizes up to these; a step with prompts has two tokens or more."""
     worker = llm.llm_engine.executor.worker
     runner = worker.model_runner
     max_blocks = -(-runner.max_model_len // runner.block_size)
-    graphs = DecodeGraphs(runner.model, worker.cache_engine.gpu_cache, max_num_seqs, max_blocks, worker.device)
+    graphs = StepGraphs(runner.model, worker.cache_engine.gpu_cache, max_num_seqs, max_num_tokens, max_blocks, worker.device)
     graphs.graphs = {size: Recomputed(graphs, size) for size in graphs.sizes}
     runner.graphs = graphs
     return graphs
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_replays_give_the_tokens_of_eager_steps(tiny_folder, async_scheduling):  # noqa: F811
-    """Batches that shrink, prompts in between, and placeholders of tokens that the host does not know yet."""
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["whole", "chunked"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["one step", "two steps"])
+def test_replays_give_the_tokens_of_eager_steps(tiny_folder, async_scheduling, is_chunked):  # noqa: F811
+    """Batches that shrink, prompts in between or beside them, and placeholders of tokens that the host does not know yet."""
     options = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 100, "block_size": 4, "max_num_seqs": 6, "device": "cpu"}
     prompts = [[5 + i] * (1 + 5 * i % 17) for i in range(11)]
     wishes = ({"temperature": 0}, {"seed": 1}, {"seed": 2, "n": 2}, {"temperature": 0, "logprobs": 2})
     params = [SamplingParams(max_tokens=3 + 2 * i % 9, ignore_eos=True, **wishes[i % 4]) for i in range(11)]
     expected = LLM(str(tiny_folder), **options).generate(prompts, params, use_tqdm=False)
-    llm = LLM(str(tiny_folder), async_scheduling=async_scheduling, **options)
-    graphs = use_graphs(llm, 6)
+    budget = {"enable_chunked_prefill": True, "max_num_batched_tokens": 12} if is_chunked else {}
+    llm = LLM(str(tiny_folder), async_scheduling=async_scheduling, **budget, **options)
+    graphs = use_graphs(llm, 6, 40)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert token_ids(outputs) == token_ids(expected)
-    counts = {size: graph.count for size, graph in graphs.graphs.items()}
-    assert counts[6] and counts[4], counts
+    counts = {tuple(size): graph.count for size, graph in graphs.graphs.items()}
+    assert counts[6, True] and counts[4, True] and counts[32, False], counts
 
 
 def token_ids(outputs):
@@ -121,7 +140,9 @@ def test_logits_come_from_the_graph_where_it_has_them(tiny_folder, monkeypatch, 
 
     monkeypatch.setattr(LlamaForCausalLM, "compute_logits", counted)
     assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
-    assert [graph.count for graph in graphs.graphs.values()] == [3, 3, 3], "of 1, 2 and 4 rows, the last for 3 sequences"
+    assert [graph.count for size, graph in graphs.graphs.items() if size.is_decode] == [3, 3, 3], (
+        "of 1, 2 and 4 rows, the last for 3 sequences"
+    )
     by_graphs, by_sampling = [4] * 3 * (limit == 64) + [2] * 3 + [1] * 3, [3] * 3 + [2] * 3 + [1] * 3
     if sampler_cls is not None:
         assert sorted(sizes) == sorted([3, *by_graphs, *by_sampling])
