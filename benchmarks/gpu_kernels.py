@@ -106,6 +106,17 @@ def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
     keys, values, tables, _ = make_cache(tokens // 1024, 1024)
     slots = (tables.long()[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device="cuda")).flatten()[:tokens]
     pairs = [(i, len(keys) - 1 - i) for i in range(len(keys) // 2)]
+
+    def fused(rows: int) -> None:
+        q, k, v, where, to = query[:rows], key[:rows], value[:rows], positions[:rows], slots[:rows]
+        weights = head_weight, head_weight, 1e-6
+        triton.norm_rope_and_cache.unchecked(where, q, k, v, cos, sin, keys, values, to, *weights)
+
+    def single(rows: int) -> None:
+        q, k = (triton.rms_norm.unchecked(x[:rows], head_weight, 1e-6) for x in (query, key))
+        q, k = triton.rotary_embedding.unchecked(positions[:rows], q, k, cos, sin)
+        triton.reshape_and_cache.unchecked(k, value[:rows], keys, values, slots[:rows])
+
     return {
         "reshape_and_cache": (lambda: triton.reshape_and_cache.unchecked(key, value, keys, values, slots), 4 * key.numel() * 2),
         "rms_norm": (lambda: triton.rms_norm(x, weight, 1e-6), 2 * x.nbytes),
@@ -116,12 +127,9 @@ def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
             lambda: triton.rotary_embedding.unchecked(positions, query, key, cos, sin),
             4 * (query.numel() + key.numel()) + cos.nbytes + sin.nbytes,
         ),
-        "norm, rotation and cache write": (
-            lambda: triton.norm_rope_and_cache.unchecked(
-                positions, query, key, value, cos, sin, keys, values, slots, head_weight, head_weight, 1e-6
-            ),
-            2 * qkv.nbytes + cos.nbytes + sin.nbytes,
-        ),
+        "norms, rotation and cache write": (lambda: fused(tokens), 2 * qkv.nbytes + cos.nbytes + sin.nbytes),
+        "the same of 64 tokens": (lambda: fused(64), 128 * qkv[0].nbytes + 128 * cos[0].nbytes),
+        "the same of 64 tokens, as four kernels": (lambda: single(64), 128 * qkv[0].nbytes + 128 * cos[0].nbytes),
         "copy_blocks": (lambda: triton.copy_blocks(keys, pairs), 2 * len(pairs) * keys[0].nbytes),
     }
 
