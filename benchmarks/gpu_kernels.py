@@ -21,6 +21,8 @@ from minivllm.bench.report import find_origin, to_json
 from minivllm.kernels import reference
 
 HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE = 128, 8, 16
+NUM_CACHES = 2 * 28
+"""Keys and values of each layer of Qwen3-0.6B."""
 DECODE_CASES = list(itertools.product((64, 256), (1024, 4096, 8192), (4, 8)))
 """(sequences, tokens in each context, query heads to a KV head)."""
 BANDWIDTH_GOAL = 0.85
@@ -103,7 +105,8 @@ def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
     positions = torch.arange(tokens, device="cuda")
     keys, values, tables, _ = make_cache(tokens // 1024, 1024)
     slots = (tables.long()[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device="cuda")).flatten()[:tokens]
-    pairs = [(i, len(keys) - 1 - i) for i in range(len(keys) // 2)]
+    blocks = random(NUM_CACHES, 256, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    pairs = [(i, 128 + i) for i in range(128)]
     return {
         "reshape_and_cache": (lambda: triton.reshape_and_cache.unchecked(key, value, keys, values, slots), 4 * key.numel() * 2),
         "rms_norm": (lambda: triton.rms_norm(x, weight, 1e-6), 2 * x.nbytes),
@@ -114,7 +117,7 @@ def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
             lambda: triton.rotary_embedding.unchecked(positions, query, key, cos, sin),
             4 * (query.numel() + key.numel()) + cos.nbytes + sin.nbytes,
         ),
-        "copy_blocks": (lambda: triton.copy_blocks(keys, pairs), 2 * len(pairs) * keys[0].nbytes),
+        "copy_blocks": (lambda: triton.copy_blocks(blocks, blocks, pairs), blocks.nbytes),  # half is read, half is written
     }
 
 

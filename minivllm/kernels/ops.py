@@ -40,8 +40,7 @@ class Ops:
     rotary_embedding: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
     random_uniform: Callable[..., Tensor]  # (Tensor, int, int = 0)
-    copy_blocks: Callable[[Tensor, BlockPairs], None]
-    swap_blocks: Callable[[Tensor, Tensor, BlockPairs], None]
+    copy_blocks: Callable[[Tensor, Tensor, BlockPairs], None]
 
     def __init__(self, implementation: ModuleType, checks: Checks = Checks.ALL) -> None:
         for name in Ops.__annotations__:
