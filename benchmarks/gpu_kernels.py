@@ -21,6 +21,8 @@ from minivllm.bench.report import find_origin, to_json
 from minivllm.kernels import reference
 
 HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE = 128, 8, 16
+NUM_CACHES = 2 * 28
+"""Keys and values of each layer of Qwen3-0.6B."""
 DECODE_CASES = list(itertools.product((64, 256), (1024, 4096, 8192), (4, 8)))
 """(sequences, tokens in each context, query heads to a KV head)."""
 BANDWIDTH_GOAL = 0.85
@@ -105,7 +107,8 @@ def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
     positions = torch.arange(tokens, device="cuda")
     keys, values, tables, _ = make_cache(tokens // 1024, 1024)
     slots = (tables.long()[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device="cuda")).flatten()[:tokens]
-    pairs = [(i, len(keys) - 1 - i) for i in range(len(keys) // 2)]
+    blocks = random(NUM_CACHES, 256, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    pairs = [(i, 128 + i) for i in range(128)]
 
     def fused(rows: int) -> None:
         q, k, v, where, to = query[:rows], key[:rows], value[:rows], positions[:rows], slots[:rows]
@@ -130,7 +133,7 @@ def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
         "norms, rotation and cache write": (lambda: fused(tokens), 2 * qkv.nbytes + cos.nbytes + sin.nbytes),
         "the same of 64 tokens": (lambda: fused(64), 128 * qkv[0].nbytes + 128 * cos[0].nbytes),
         "the same of 64 tokens, as four kernels": (lambda: single(64), 128 * qkv[0].nbytes + 128 * cos[0].nbytes),
-        "copy_blocks": (lambda: triton.copy_blocks(keys, pairs), 2 * len(pairs) * keys[0].nbytes),
+        "copy_blocks": (lambda: triton.copy_blocks(blocks, blocks, pairs), blocks.nbytes),  # half is read, half is written
     }
 
 

@@ -196,7 +196,9 @@ class EngineArgs:
     )
     num_gpu_blocks_override: int | None = _arg(None, "Number of device blocks, instead of profiling.")
     swap_space: float = _arg(
-        1.0, 'Host memory for swapped sequences, in GiB; of each worker, used only with preemption_mode="swap".'
+        1.0,
+        'Host memory for swapped sequences, in GiB; of each worker, used only with preemption_mode="swap". With a GPU, all of it is '
+        "taken and pinned at the start.",
     )
     enable_prefix_caching: bool = _arg(False, "Reuse the KV blocks of earlier prompts that start the same way.")
     max_num_seqs: int = _arg(256, "Maximum number of sequences per step.")

@@ -201,17 +201,25 @@ def check_slots_and_positions(**arguments: Any) -> None:
 
 
 def check_block_pairs(source: Tensor, destination: Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Caches with blocks of one shape, and pairs that name blocks in them."""
-    if source.dim() != 4 or destination.dim() != 4 or source.shape[1:] != destination.shape[1:]:
-        shapes = f"{list(source.shape)} and {list(destination.shape)}"
-        raise KernelError(f"The caches are {shapes}: only blocks of one shape can be copied.")
-    if source.dtype != destination.dtype:
-        raise KernelError(f"The caches have dtypes {dtype_name(source)} and {dtype_name(destination)}: they must be the same.")
+    """Caches of one number and blocks of one shape, on one device, and pairs that name blocks in them."""
+    shapes = [(x.shape[0], *x.shape[2:]) if x.dim() == 5 else None for x in (source, destination)]
+    if None in shapes or shapes[0] != shapes[1]:
+        raise KernelError(
+            f"The caches are {list(source.shape)} and {list(destination.shape)}: only as many caches, with blocks of one shape, "
+            "can be copied."
+        )
+    for name, one, other in (
+        ("dtypes", dtype_name(source), dtype_name(destination)),
+        ("devices", source.device, destination.device),
+    ):
+        if one != other:
+            raise KernelError(f"The caches have the {name} {one} and {other}: they must be the same.")
+    num_sources, num_destinations = source.shape[1], destination.shape[1]
     for pair in pairs:
-        if not (0 <= pair[0] < source.shape[0] and 0 <= pair[1] < destination.shape[0]):
+        if not (0 <= pair[0] < num_sources and 0 <= pair[1] < num_destinations):
             raise KernelError(
-                f"Block {pair[0]} was to be copied to block {pair[1]}, but the caches have {source.shape[0]} and "
-                f"{destination.shape[0]} blocks."
+                f"Block {pair[0]} was to be copied to block {pair[1]}, but the caches have {num_sources} and "
+                f"{num_destinations} blocks."
             )
     if len({pair[1] for pair in pairs}) < len(pairs):
         raise KernelError("Two blocks were to be copied to the same block.")

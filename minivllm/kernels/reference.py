@@ -339,18 +339,15 @@ def unpack_inputs(
     )
 
 
-def copy_blocks(cache: Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks within a cache, in place: (source, destination) pairs, each destination at most once.
+def copy_blocks(source: Tensor, destination: Tensor, pairs: list[tuple[int, int]]) -> None:
+    """Copy whole blocks, each in all caches of a model. All sources are read before anything is written.
 
-    All sources are read before anything is written.
+    Args:
+        source, destination: `[num_caches, num_blocks, block_size, num_kv_heads, head_dim]` each, on one device: the keys and
+            the values of each layer. They may be the same tensor.
+        pairs: (block of the source, block of the destination), each destination at most once.
     """
-    swap_blocks(cache, cache, pairs)
-
-
-def swap_blocks(source_cache: Tensor, destination_cache: Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks from one cache to another, possibly on another device: (source, destination) pairs."""
-    checks.check_block_pairs(source_cache, destination_cache, pairs)
+    checks.check_block_pairs(source, destination, pairs)
     if pairs:
-        sources, destinations = torch.tensor(pairs).unbind(1)
-        blocks = source_cache[sources.to(source_cache.device)]
-        destination_cache[destinations.to(destination_cache.device)] = blocks.to(destination_cache.device)
+        sources, destinations = torch.tensor(pairs, device=source.device).unbind(1)
+        destination[:, destinations] = source[:, sources]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from minivllm.config import ModelConfig
 from minivllm.kernels.pages import zero_pages
-from minivllm.layers.attention import KVCache
 from minivllm.layers.platform import Platform
+from minivllm.worker.swap_stream import SwapStream
 
 
 class CacheEngine:
@@ -23,20 +23,25 @@ class CacheEngine:
         num_gpu_blocks: Blocks on the device.
         num_cpu_blocks: Blocks in host memory.
         platform: Where the cache lies, in what dtype, and how blocks are copied.
+
+    Attributes:
+        gpu_blocks, cpu_blocks: On the device and on the host, `[2 * num_layers, num_blocks, block_size, num_kv_heads, head_dim]`:
+            the keys of the first layer, its values, the keys of the second, and so on.
+        gpu_cache: The same memory as `gpu_blocks`, as the keys and values of each layer.
     """
 
     def __init__(
         self, config: ModelConfig, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int, platform: Platform
     ) -> None:
-        def make(num_blocks: int, device: torch.device) -> list[KVCache]:
-            shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-            return [
-                (_zeros(shape, platform.dtype, device), _zeros(shape, platform.dtype, device)) for _ in range(config.num_layers)
-            ]
-
         self.ops = platform.ops
-        self.gpu_cache = make(num_gpu_blocks, platform.device)
-        self.cpu_cache = make(num_cpu_blocks, torch.device("cpu"))
+        num_caches, shape = 2 * config.num_layers, (block_size, config.num_kv_heads, config.head_dim)
+        self.gpu_blocks = _zeros((num_caches, num_gpu_blocks, *shape), platform.dtype, platform.device)
+        self.gpu_cache = list(zip(self.gpu_blocks[0::2], self.gpu_blocks[1::2], strict=True))
+        # In host memory, what belongs to a block lies together, so that a block is swapped in one piece.
+        swap_space = _zeros((num_cpu_blocks, num_caches, *shape), platform.dtype, torch.device("cpu"))
+        self.cpu_blocks = swap_space.transpose(0, 1)
+        is_apart = platform.device.type == "cuda" and num_cpu_blocks > 0
+        self._stream = SwapStream(self.gpu_blocks, swap_space, self.ops) if is_apart else None
 
     @staticmethod
     def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -45,24 +50,22 @@ class CacheEngine:
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
         """Copy (device block, host block) pairs."""
-        self._swap(self.gpu_cache, self.cpu_cache, pairs)
+        if self._stream is not None:
+            self._stream.swap_out(pairs)
+        elif pairs:
+            self.ops.copy_blocks(self.gpu_blocks, self.cpu_blocks, pairs)
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
         """Copy (host block, device block) pairs."""
-        self._swap(self.cpu_cache, self.gpu_cache, pairs)
+        if self._stream is not None:
+            self._stream.swap_in(pairs)
+        elif pairs:
+            self.ops.copy_blocks(self.cpu_blocks, self.gpu_blocks, pairs)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy (source, destination) pairs on the device."""
         if pairs:
-            for key_cache, value_cache in self.gpu_cache:
-                self.ops.copy_blocks(key_cache, pairs)
-                self.ops.copy_blocks(value_cache, pairs)
-
-    def _swap(self, source: list[KVCache], destination: list[KVCache], pairs: list[tuple[int, int]]) -> None:
-        if pairs:
-            for (source_key, source_value), (key, value) in zip(source, destination, strict=True):
-                self.ops.swap_blocks(source_key, key, pairs)
-                self.ops.swap_blocks(source_value, value, pairs)
+            self.ops.copy_blocks(self.gpu_blocks, self.gpu_blocks, pairs)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

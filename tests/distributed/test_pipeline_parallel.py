@@ -296,7 +296,8 @@ def test_a_stage_measures_its_memory_alone(folders, name):
         assert on_device > 0 and on_host == 0
         worker.initialize_cache(10, 2)
         num_layers = len(worker.pipeline.stage.layers(NUM_LAYERS))
-        assert len(worker.cache_engine.gpu_cache) == len(worker.cache_engine.cpu_cache) == num_layers
+        cache = worker.cache_engine
+        assert len(cache.gpu_cache) == num_layers and len(cache.gpu_blocks) == len(cache.cpu_blocks) == 2 * num_layers
         assert worker.block_bytes == whole.block_bytes * num_layers // NUM_LAYERS
         assert worker.pipeline.sent == [] and worker.pipeline.spans == []
 

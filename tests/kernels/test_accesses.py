@@ -444,8 +444,9 @@ def test_the_packages_cache_kernels_make_no_mistakes(kernels, data):
             )
         assert_silent(launches)
     with record_accesses() as launches:
-        kernels.copy_blocks(caches[0], [(0, 1), (1, 2), (4, 5)])
-        kernels.swap_blocks(caches[0], caches[1], [(0, 1), (1, 0)])
+        blocks, swap_space = torch.stack(caches), torch.stack(caches, dim=1).transpose(0, 1)
+        kernels.copy_blocks(blocks, blocks, [(0, 1), (1, 2), (4, 5)])
+        kernels.copy_blocks(blocks, swap_space, [(0, 1), (1, 0)])
     assert_silent(launches)
 
 

@@ -227,46 +227,21 @@ block_pairs = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size
 
 
 @FEWER
-@given(pairs=block_pairs, dtype=st.sampled_from(DTYPES), strided=st.booleans())
-def test_copy_blocks(pairs, dtype, strided):
-    """Also when one copy overwrites the source of another."""
-    cache = Guarded((10, 16, 3, 80), dtype, TRITON_DEVICE, gap=16 if strided else 0)
-    cache.tensor.copy_(torch.randn(10, 16, 3, 80))
-    expected = cache.tensor.cpu().clone()
-    sources = expected.clone()
+@given(pairs=block_pairs, dtype=st.sampled_from(DTYPES), strided=st.booleans(), within=st.booleans())
+def test_copy_blocks(pairs, dtype, strided, within):
+    """In all caches; within them, also when one copy overwrites the source of another."""
+    guarded = Guarded((2 * 10, 16, 3, 80), dtype, TRITON_DEVICE, gap=16 if strided else 0)
+    mine = guarded.tensor.unflatten(0, (2, 10)).copy_(torch.randn(2, 10, 16, 3, 80))
+    theirs = mine.cpu().clone()
+    others = torch.randn(10, 2, 16, 3, 80).to(dtype).transpose(0, 1)  # as blocks lie in the swap space
+    expected = theirs.clone()
     for source, destination in pairs:
-        expected[destination] = sources[source]
-    mine, theirs = cache.tensor, cache.tensor.cpu().clone()
-    triton.copy_blocks(mine, pairs)
-    reference.copy_blocks(theirs, pairs)
-    cache.check()
+        expected[:, destination] = (theirs if within else others)[:, source]
+    triton.copy_blocks(mine if within else others.to(TRITON_DEVICE), mine, pairs)
+    reference.copy_blocks(theirs if within else others, theirs, pairs)
+    guarded.check()
     assert torch.equal(mine.cpu(), expected)
     assert torch.equal(theirs, expected)
-
-
-def test_swapping_within_one_cache_is_copying():
-    cache = torch.arange(4.0, device=TRITON_DEVICE).view(4, 1, 1, 1)
-    triton.swap_blocks(cache, cache, [(0, 1), (1, 2), (2, 3)])
-    assert cache.flatten().tolist() == [0, 0, 1, 2]
-
-
-@FEWER
-@given(pairs=block_pairs, dtype=st.sampled_from(DTYPES), to_host=st.booleans(), from_host=st.booleans())
-def test_swap_blocks(pairs, dtype, to_host, from_host):
-    devices = ("cpu" if from_host and not triton.INTERPRETED else TRITON_DEVICE, "cpu" if to_host else TRITON_DEVICE)
-    if devices == ("cpu", "cpu") and not triton.INTERPRETED:
-        devices = (TRITON_DEVICE, "cpu")
-    source = torch.randn(10, 16, 3, 80).to(dtype).to(devices[0])
-    destination = Guarded((10, 16, 3, 80), dtype, devices[1])
-    triton.swap_blocks(source, destination.tensor, pairs)
-    destination.check()
-    theirs = torch.full(source.shape, float("nan"), dtype=dtype)
-    reference.swap_blocks(source.cpu(), theirs, pairs)
-    assert torch.equal(destination.tensor.cpu().nan_to_num(7), theirs.nan_to_num(7))
-    expected = torch.full(source.shape, float("nan"), dtype=dtype)
-    for i, j in pairs:
-        expected[j] = source[i].cpu()
-    assert torch.equal(destination.tensor.cpu().nan_to_num(7), expected.nan_to_num(7))
 
 
 # -- around attention --------------------------------------------------------------------------------------------------
@@ -433,6 +408,7 @@ def test_writing_to_the_cache_refuses(kernels):
 def test_operations_around_attention_refuse(kernels):
     x = torch.zeros(3, 16, device=TRITON_DEVICE)
     heads = torch.zeros(3, 2, 16, device=TRITON_DEVICE)
+    blocks = torch.zeros(2, 4, 3, 2, 16, device=TRITON_DEVICE)
     table = torch.zeros(10, 8, device=TRITON_DEVICE)
     positions = torch.tensor([0, 1, 2], device=TRITON_DEVICE)
     for call, message in (
@@ -454,10 +430,13 @@ def test_operations_around_attention_refuse(kernels):
         (lambda: kernels.rotary_embedding(positions + 9, heads, heads, table, table), "positions go from 9 to 11"),
         (lambda: kernels.rotary_embedding(positions, heads, heads.half(), table, table), "key has dtype float16"),
         (lambda: kernels.rotary_embedding(positions, heads, heads, table.half(), table), "cos has dtype float16"),
-        (lambda: kernels.copy_blocks(heads[None], [(0, 1)]), "Block 0 was to be copied to block 1, but"),
-        (lambda: kernels.copy_blocks(heads[None].expand(4, -1, -1, -1).clone(), [(0, 1), (2, 1)]), "to the same block"),
-        (lambda: kernels.swap_blocks(heads[None], heads[None].half(), [(0, 0)]), "dtypes float32 and float16"),
-        (lambda: kernels.swap_blocks(heads[None], heads[None, :, :1], [(0, 0)]), "only blocks of one shape"),
+        (lambda: kernels.copy_blocks(blocks, blocks, [(0, 4)]), "Block 0 was to be copied to block 4, but"),
+        (lambda: kernels.copy_blocks(blocks, blocks, [(0, 1), (2, 1)]), "to the same block"),
+        (lambda: kernels.copy_blocks(blocks, blocks.half(), [(0, 0)]), "dtypes float32 and float16"),
+        (lambda: kernels.copy_blocks(blocks, blocks.to("meta"), [(0, 0)]), "devices .* and meta"),
+        (lambda: kernels.copy_blocks(blocks, blocks[:, :, :1], [(0, 0)]), "with blocks of one shape"),
+        (lambda: kernels.copy_blocks(blocks, blocks[:1], [(0, 0)]), "only as many caches"),
+        (lambda: kernels.copy_blocks(heads, heads, [(0, 0)]), "only as many caches"),
     ):
         with pytest.raises(KernelError, match=message):
             call()

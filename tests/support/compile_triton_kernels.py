@@ -101,7 +101,8 @@ def compile_others(heads, dtype):
     blocks = torch.zeros(4, 16, num_kv_heads, head_dim, dtype=dtype)
     angles = torch.zeros(10, head_dim // 2)
     kernels.reshape_and_cache(key, key, blocks, blocks.clone(), torch.arange(3))
-    kernels.copy_blocks(blocks, [(0, 1)])
+    kernels.copy_blocks(blocks[None], blocks[None], [(0, 1)])
+    kernels.copy_blocks(blocks[None], blocks[:, None].clone().transpose(0, 1), [(0, 1)])  # as blocks lie in the swap space
     kernels.rms_norm(hidden, hidden[0], 1e-5)
     kernels.rms_norm(query, query[0, 0], 1e-5)
     kernels.add_rms_norm(hidden, hidden, hidden[0], 1e-5)

@@ -7,7 +7,7 @@ chooses when a kernel is defined, so the choice holds for the whole process.
 
 from __future__ import annotations
 
-from minivllm.kernels.triton.cache import copy_blocks, reshape_and_cache, swap_blocks
+from minivllm.kernels.triton.cache import copy_blocks, reshape_and_cache
 from minivllm.kernels.triton.decode_attention import paged_decode_attention
 from minivllm.kernels.triton.inputs import unpack_inputs
 from minivllm.kernels.triton.launch import INTERPRETED

@@ -53,63 +53,45 @@ def _reshape_and_cache(
     tl.store(value_slot + heads * value_cache_head_stride + channels, value, mask=inside)
 
 
-def copy_blocks(cache: Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks within a cache: see `reference.copy_blocks`."""
-    checks.check_block_pairs(cache, cache, pairs)
-    check_launch(cache)
-    if {source for source, _ in pairs} & {destination for _, destination in pairs}:
-        # The programs run in any order, so a block that is both read and overwritten is staged first.
-        staged = torch.empty((len(pairs), *cache.shape[1:]), dtype=cache.dtype, device=cache.device)
-        _copy(cache, staged, [(source, i) for i, (source, _) in enumerate(pairs)])
-        _copy(staged, cache, [(i, destination) for i, (_, destination) in enumerate(pairs)])
-    else:
-        _copy(cache, cache, pairs)
-
-
-def swap_blocks(source_cache: Tensor, destination_cache: Tensor, pairs: list[tuple[int, int]]) -> None:
-    """Copy whole blocks between two caches: see `reference.swap_blocks`.
-
-    Between a GPU and the host, the blocks are gathered on the GPU and cross over in one piece.
-    """
-    checks.check_block_pairs(source_cache, destination_cache, pairs)
-    if not pairs:
-        return
-    sources, destinations = (list(blocks) for blocks in zip(*pairs, strict=True))
-    if source_cache.data_ptr() == destination_cache.data_ptr():
-        copy_blocks(source_cache, pairs)  # where one copy may overwrite the source of another
-    elif source_cache.device == destination_cache.device:
-        _copy(source_cache, destination_cache, pairs)
-    elif source_cache.device.type == "cuda":
-        staged = torch.empty((len(pairs), *source_cache.shape[1:]), dtype=source_cache.dtype, device=source_cache.device)
-        _copy(source_cache, staged, [(source, i) for i, source in enumerate(sources)])
-        destination_cache[destinations] = staged.to(destination_cache.device)
-    else:
-        staged = source_cache[sources].to(destination_cache.device)
-        _copy(staged, destination_cache, [(i, destination) for i, destination in enumerate(destinations)])
-
-
-def _copy(source: Tensor, destination: Tensor, pairs: list[tuple[int, int]]) -> None:
+def copy_blocks(source: Tensor, destination: Tensor, pairs: list[tuple[int, int]]) -> None:
+    """Copy whole blocks, all caches in one launch: see `reference.copy_blocks`."""
+    checks.check_block_pairs(source, destination, pairs)
     check_launch(source)
-    for cache in (source, destination):
-        if cache.shape[0] > 0 and not cache[0].is_contiguous():
-            raise KernelError(f"A block of the cache has the strides {cache.stride()[1:]}, but must be contiguous to be copied.")
+    for blocks in (source, destination):
+        if blocks.numel() and not blocks[0, 0].is_contiguous():
+            raise KernelError(f"A block of the cache has the strides {blocks.stride()[2:]}, but must be contiguous to be copied.")
     if not pairs:
         return
-    size = source[0].numel()
+    overwritten = {block for _, block in pairs}
+    if source.data_ptr() == destination.data_ptr() and any(block in overwritten for block, _ in pairs):
+        # The programs run in any order, so if a block is both read and overwritten, all are staged first.
+        staged = source.new_empty((source.shape[0], len(pairs), *source.shape[2:]))
+        _launch_copy(source, staged, [(block, i) for i, (block, _) in enumerate(pairs)])
+        source, pairs = staged, [(i, block) for i, (_, block) in enumerate(pairs)]
+    _launch_copy(source, destination, pairs)
+
+
+def _launch_copy(source: Tensor, destination: Tensor, pairs: list[tuple[int, int]]) -> None:
+    size = source[0, 0].numel()
     # From pinned memory, so that the host does not wait until the GPU has come so far.
     table = torch.tensor(pairs, dtype=torch.int64, pin_memory=source.is_cuda).to(source.device, non_blocking=True)
     with on_device(source):
-        _copy_blocks[(len(pairs), triton.cdiv(size, COPY_BLOCK))](
-            source, destination, table, size, source.stride(0), destination.stride(0), BLOCK=COPY_BLOCK
+        _copy_blocks[(len(pairs), triton.cdiv(size, COPY_BLOCK), source.shape[0])](
+            source, destination, table, size, *source.stride()[:2], *destination.stride()[:2], BLOCK=COPY_BLOCK
         )
 
 
 @triton.jit
-def _copy_blocks(source_ptr, destination_ptr, pairs_ptr, size, source_stride, destination_stride, BLOCK: tl.constexpr):
-    """A piece of one block."""
+def _copy_blocks(
+    source_ptr, destination_ptr, pairs_ptr, size,
+    source_cache_stride, source_block_stride, destination_cache_stride, destination_block_stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A piece of one block, in one cache."""
     pair = tl.program_id(0)
     numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = tl.load(pairs_ptr + 2 * pair) * source_stride
-    destination = tl.load(pairs_ptr + 2 * pair + 1) * destination_stride
+    cache = tl.program_id(2).to(tl.int64)
+    source = cache * source_cache_stride + tl.load(pairs_ptr + 2 * pair) * source_block_stride
+    destination = cache * destination_cache_stride + tl.load(pairs_ptr + 2 * pair + 1) * destination_block_stride
     piece = tl.load(source_ptr + source + numbers, mask=numbers < size)
     tl.store(destination_ptr + destination + numbers, piece, mask=numbers < size)
