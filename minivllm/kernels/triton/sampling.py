@@ -21,6 +21,8 @@ TOKENS_PER_PROGRAM = 4096
 """Of a row, in the race."""
 SEARCH_ROWS = 512
 """Runs of 16 bytes that a search loads at a time, two by each thread."""
+CANDIDATES = tl.constexpr(1024)
+"""A search ends in registers when so many logits are left."""
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -68,9 +70,10 @@ def filter_thresholds(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k:
     num_rows, vocab_size = logits.shape
     thresholds = logits.new_empty(num_rows, dtype=torch.float32)
     if num_rows:
+        candidates = logits.new_empty((num_rows, CANDIDATES.value), dtype=torch.float32)
         with on_device(logits):
             _filter_thresholds[(num_rows,)](
-                thresholds, logits, temperature, min_p, top_k, top_p, vocab_size, logits.stride(0),
+                thresholds, candidates, logits, temperature, min_p, top_k, top_p, vocab_size, logits.stride(0),
                 ROWS=SEARCH_ROWS, WIDTH=16 // logits.element_size(), num_warps=8,
             )  # fmt: skip
     return thresholds
@@ -152,7 +155,7 @@ def _find_winner(scores_ptr, token_ids_ptr, best_scores_ptr, best_tokens_ptr, nu
 
 @triton.jit
 def _filter_thresholds(
-    out_ptr, logits_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, vocab_size, row_stride,
+    out_ptr, candidates_ptr, logits_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, vocab_size, row_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One row: the highest logit, then a search for top-k among what min-p leaves, and one for top-p among what both leave."""
@@ -172,11 +175,27 @@ def _filter_thresholds(
         threshold = tl.full([], LOWEST, tl.float32)
         if min_p > 0:
             threshold = tl.maximum(threshold, highest + temperature * tl.log(min_p))
+        num_left = tl.full([], 0.0, tl.float32) + vocab_size
+        candidates_row = candidates_ptr + row * CANDIDATES
         if top_k < vocab_size:
-            number = top_k.to(tl.float32)
-            threshold = _search(row_ptr, vocab_size, threshold, highest, 1.0, number, 0.0, True, ROWS, WIDTH)
+            threshold, num_left = _search(
+                row_ptr,
+                candidates_row,
+                vocab_size,
+                num_left,
+                threshold,
+                highest,
+                1.0,
+                top_k.to(tl.float32),
+                0.0,
+                True,
+                ROWS,
+                WIDTH,
+            )
         if top_p < 1:
-            threshold = _search(row_ptr, vocab_size, threshold, highest, temperature, 0.0, top_p, False, ROWS, WIDTH)
+            threshold, num_left = _search(
+                row_ptr, candidates_row, vocab_size, num_left, threshold, highest, temperature, 0.0, top_p, False, ROWS, WIDTH
+            )
     tl.store(out_ptr + row, threshold)
 
 
@@ -189,25 +208,29 @@ def _load(row_ptr, start, vocab_size, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _search(
-    row_ptr, vocab_size, floor, highest, unit, number, share, COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    row_ptr, candidates_ptr, vocab_size, num_left, floor, highest, unit, number, share,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The highest logit of a token so that all tokens from there on weigh enough together; `floor`, or the next logit, if all from there do not.
+    """The highest logit of a token so that all tokens from there on weigh enough together; `floor`, or a logit next to it, if all from there do not.
+    And how many tokens there are from there on, or more. No more than `num_left` are at `floor` or above.
 
     Tokens are counted, or weigh `e ** ((logit - highest) / unit)`. Enough is `number` plus `share` times the weight of all from `floor` on.
 
     Floats are searched as integers in the same order (`_to_key`), so the search ends. What lies from `low` on weighs enough, from `high` on it
-    does not. Each pass tries three thresholds between the two: at first 2, 4 and 8 `unit`s below the highest logit, then at equal distances.
-    It also finds the logits next to `low` and `high`, so that the last one is found before all bits are, and ties are nothing special.
+    does not. A pass over the row tries three thresholds between the two: at first 2, 4 and 8 `unit`s below the highest logit, then at equal
+    distances. It also finds the logits next to `low` and `high`, so that ties are nothing special. When few tokens are left, they
+    are collected, and the rest happens without the row.
     """
-    low = _to_key(floor)
-    high = _to_key(highest) + 1
-    key1 = _to_key(highest - 8.0 * unit)
-    key2 = _to_key(highest - 4.0 * unit)
-    key3 = _to_key(highest - 2.0 * unit)
+    low, high = _to_key(floor), _to_key(highest) + 1
+    key1, key2, key3 = _to_key(highest - 8.0 * unit), _to_key(highest - 4.0 * unit), _to_key(highest - 2.0 * unit)
     scale = LOG2_E / unit
-    while high - low > 1:
+    enough = tl.full([], -1.0, tl.float32)  # not known yet
+    while (low + 1 < high) & (num_left > CANDIDATES):
         limit1, limit2, limit3 = _from_key(key1), _from_key(key2), _from_key(key3)
         lowest_open, highest_open = _from_key(low), _from_key(high - 1)
+        counts1 = tl.zeros([ROWS], tl.float32)
+        counts2 = tl.zeros([ROWS], tl.float32)
+        counts3 = tl.zeros([ROWS], tl.float32)
         all_weights = tl.zeros([ROWS], tl.float32)
         weights1 = tl.zeros([ROWS], tl.float32)
         weights2 = tl.zeros([ROWS], tl.float32)
@@ -216,36 +239,73 @@ def _search(
         most = tl.full([ROWS], float("-inf"), tl.float32)
         for start in range(0, vocab_size, ROWS * WIDTH):
             logits = _load(row_ptr, start, vocab_size, ROWS, WIDTH)
-            if COUNT:
-                weights = tl.where(logits >= floor, 1.0, 0.0)
-            else:
+            counts1 += tl.sum(tl.where(logits >= limit1, 1.0, 0.0), axis=1)
+            counts2 += tl.sum(tl.where(logits >= limit2, 1.0, 0.0), axis=1)
+            counts3 += tl.sum(tl.where(logits >= limit3, 1.0, 0.0), axis=1)
+            if not COUNT:
                 weights = tl.where(logits >= floor, tl.exp2((logits - highest) * scale), 0.0)
-            all_weights += tl.sum(weights, axis=1)
-            weights1 += tl.sum(tl.where(logits >= limit1, weights, 0.0), axis=1)
-            weights2 += tl.sum(tl.where(logits >= limit2, weights, 0.0), axis=1)
-            weights3 += tl.sum(tl.where(logits >= limit3, weights, 0.0), axis=1)
+                all_weights += tl.sum(weights, axis=1)
+                weights1 += tl.sum(tl.where(logits >= limit1, weights, 0.0), axis=1)
+                weights2 += tl.sum(tl.where(logits >= limit2, weights, 0.0), axis=1)
+                weights3 += tl.sum(tl.where(logits >= limit3, weights, 0.0), axis=1)
             least = tl.minimum(least, tl.min(tl.where(logits >= lowest_open, logits, float("inf")), axis=1))
             most = tl.maximum(most, tl.max(tl.where(logits <= highest_open, logits, float("-inf")), axis=1))
-        total = tl.sum(all_weights, axis=0)
-        enough = number + share * total
+        count1, count2, count3 = tl.sum(counts1, axis=0), tl.sum(counts2, axis=0), tl.sum(counts3, axis=0)
         low = tl.maximum(low, _to_key(tl.min(least, axis=0)))
         high = tl.minimum(high, _to_key(tl.max(most, axis=0)) + 1)
-        if not (total >= enough):  # not even all
-            high = low
-        low, high = _narrow(low, high, key1, tl.sum(weights1, axis=0) >= enough)
-        low, high = _narrow(low, high, key2, tl.sum(weights2, axis=0) >= enough)
-        low, high = _narrow(low, high, key3, tl.sum(weights3, axis=0) >= enough)
+        if COUNT:
+            enough = number
+            weight1, weight2, weight3 = count1, count2, count3
+        else:
+            enough = share * tl.sum(all_weights, axis=0)
+            weight1, weight2, weight3 = tl.sum(weights1, axis=0), tl.sum(weights2, axis=0), tl.sum(weights3, axis=0)
+        low, high, num_left = _narrow(low, high, num_left, key1, weight1 >= enough, count1)
+        low, high, num_left = _narrow(low, high, num_left, key2, weight2 >= enough, count2)
+        low, high, num_left = _narrow(low, high, num_left, key3, weight3 >= enough, count3)
         quarter = tl.maximum((high - low) >> 2, 1)
-        key1 = low + quarter
-        key2 = low + tl.maximum((high - low) >> 1, 1)
-        key3 = high - quarter
-    return _from_key(low)
+        key1, key2, key3 = low + quarter, low + tl.maximum((high - low) >> 1, 1), high - quarter
+    if low + 1 < high:
+        logits = _collect(row_ptr, candidates_ptr, vocab_size, _from_key(low), ROWS * 2)
+        if COUNT:
+            weights = tl.where(logits >= floor, 1.0, 0.0)
+            enough = number
+        else:
+            weights = tl.where(logits >= floor, tl.exp2((logits - highest) * scale), 0.0)
+            enough = tl.where(enough < 0, share * tl.sum(weights, axis=0), enough)
+        while low + 1 < high:
+            key = low + ((high - low) >> 1)
+            limit = _from_key(key)
+            is_enough = tl.sum(tl.where(logits >= limit, weights, 0.0), axis=0) >= enough
+            low, high = tl.where(is_enough, key, low), tl.where(is_enough, high, key)
+    return _from_key(low), num_left
 
 
 @triton.jit
-def _narrow(low, high, key, is_enough):
-    """`low` and `high`, once it is known whether the tokens from `key` on weigh enough."""
-    return tl.where(is_enough, tl.maximum(low, key), low), tl.where(is_enough, high, tl.minimum(high, key))
+def _narrow(low, high, num_left, key, is_enough, count):
+    """The bounds of a search, and the tokens from `low` on, once it is known whether the `count` tokens from `key` on weigh enough."""
+    is_higher = is_enough & (key > low)
+    return (
+        tl.where(is_higher, key, low),
+        tl.where(is_enough, high, tl.minimum(high, key)),
+        tl.where(is_enough, tl.minimum(num_left, count), num_left),
+    )
+
+
+@triton.jit
+def _collect(row_ptr, candidates_ptr, vocab_size, limit, BLOCK: tl.constexpr):
+    """`[CANDIDATES]`: the logits from `limit` on, of which there must not be more, in the order of the row; then minus infinity."""
+    tl.debug_barrier()  # all threads have read what they collected before
+    num_found = tl.zeros([], tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        logits = tl.load(row_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+        is_found = logits >= limit
+        ends = num_found + tl.cumsum(is_found.to(tl.int32), axis=0)
+        tl.store(candidates_ptr + ends - 1, logits, mask=is_found & (ends <= CANDIDATES))
+        num_found = tl.max(ends, axis=0)
+    tl.debug_barrier()  # all have written
+    places = tl.arange(0, CANDIDATES)
+    return tl.load(candidates_ptr + places, mask=places < num_found, other=float("-inf"))
 
 
 @triton.jit
