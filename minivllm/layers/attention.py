@@ -67,7 +67,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_cuda_graphs(cls) -> bool:
-        """Whether a decode step can be captured: nothing in `forward` waits for the GPU or reads a tensor back.
+        """Whether a step, of decodes or with prompts, can be captured: nothing in `forward` waits for the GPU or reads a tensor back.
 
         A subclass of a backend that supports them must return `False` if its own `forward` prints or reads a tensor.
         """
