@@ -206,8 +206,8 @@ def norm_rope_and_cache(
     key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
     query_weight: Tensor | None = None, key_weight: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """What lies between the QKV product and attention: normalize the heads of queries and keys, if there are weights (Qwen3), rotate
-    them, and write keys and values to their slots.
+    """What lies between the QKV product and attention: normalize the heads of queries and keys, if there are weights (Qwen3),
+    rotate them, and write keys and values to their slots.
 
     Args:
         positions, query, key, cos, sin: As for `rotary_embedding`.
@@ -340,8 +340,10 @@ def unpack_decode_inputs(
     The numbers in `packed` decide what goes where, and only the device reads them.
 
     Args:
-        packed: Bytes, each part from a multiple of 16 bytes on: the number of sequences and the width of their block tables (int64); input ids, positions and slots (int64); context lengths (int32); block tables (int32).
-        input_ids, positions, slot_mapping: `[rows]` int64, written. Rows without a sequence are padding: token 0 at position 0, slot -1.
+        packed: Bytes, each part from a multiple of 16 bytes on: the number of sequences and the width of their block tables
+            (int64); input ids, positions and slots (int64); context lengths (int32); block tables (int32).
+        input_ids, positions, slot_mapping: `[rows]` int64, written. Rows without a sequence are padding: token 0 at
+            position 0, slot -1.
         context_lens: `[rows]` int32, written; 0 for padding.
         block_tables: `[rows, max_blocks]` int32. What lies beyond the width, and in rows of padding, stays.
     """

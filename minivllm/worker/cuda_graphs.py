@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: captured once for some batch sizes, then replayed.
 
 A decode step launches hundreds of kernels, each so short that launching it from Python takes longer than running it. A graph
-launches them all at once. It repeats exactly what was recorded, on the same memory, so a step's inputs go to fixed buffers, and it
-is padded to the next recorded size. A padding row has no context and writes to no slot.
+launches them all at once. It repeats exactly what was recorded, on the same memory, so a step's inputs go to fixed buffers,
+and it is padded to the next recorded size. A padding row has no context and writes to no slot.
 Mirrors `vllm/v1/worker/gpu/cudagraph_utils.py`.
 """
 
@@ -28,7 +28,7 @@ MAX_GRAPH_SIZE = 512
 """Larger batches are not captured: their kernels take long enough to hide their launches."""
 
 MAX_LOGITS_SIZE = 64
-"""Graphs of at most so many rows compute logits, too. Larger steps hide one more launch, and the logits of each size take memory of their own."""
+"""Graphs of at most so many rows compute logits, too. Larger steps hide one more launch, and each size's logits take memory."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -40,9 +40,9 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class StaticInputs:
     """Memory at fixed addresses for the inputs of a decode step of up to `max_num_seqs` rows and `max_blocks` blocks each.
 
-    A step comes in one copy, packed as tightly as it is (`receive`), and then a kernel spreads it over the rows (`unpack`). That kernel is the
-    first one of each graph, so a replay needs one copy and one launch. Copies and replays are queued on one stream: the next step's
-    copy waits until the graph of this step has run.
+    A step comes in one copy, without padding (`receive`), and then a kernel spreads it over the rows (`unpack`). That kernel is
+    the first one of each graph, so a replay needs one copy and one launch. Copies and replays are queued on one stream: the copy
+    of the next step waits until the graph of this step has run.
 
     Attributes:
         packed: The step as it came from the host, bytes.
@@ -73,11 +73,11 @@ class StaticInputs:
         return ModelInput(self.input_ids[:size], self.positions[:size], metadata, [])
 
     def receive(self, arrays: list[np.ndarray]) -> list[Tensor]:
-        """Copy a decode step to the device, without waiting. Returns the arrays as parts of `packed`, which may still be written to.
+        """Copy a decode step to the device, without waiting. Returns the arrays as parts of `packed`, which may still be changed.
 
         Args:
-            arrays: Input ids, positions and slots, `[num_seqs]` int64; context lengths, `[num_seqs]`, block tables, `[num_seqs, blocks]`, and
-                where the sequences begin, `[num_seqs + 1]`, int32.
+            arrays: Input ids, positions and slots, `[num_seqs]` int64; context lengths, `[num_seqs]`, block tables,
+                `[num_seqs, blocks]`, and where the sequences begin, `[num_seqs + 1]`, int32.
         """
         header = np.array(arrays[4].shape, np.int64)
         return pack_to_device([header, *arrays], self.packed.device, out=self.packed)[1:]
@@ -152,7 +152,7 @@ class DecodeGraphs:
         return self.outputs[size][:num_seqs]
 
     def get_logits(self, num_seqs: int) -> Tensor | None:
-        """Logits of all rows of the step that was run last, `[num_seqs, vocab_size]`, overwritten by the next one; None if its graph has none."""
+        """Logits of the step that ran last, `[num_seqs, vocab_size]`, overwritten by the next one; None if its graph has none."""
         size = next(size for size in self.sizes if size >= num_seqs)
         return self.logits[size][:num_seqs] if size in self.logits and has_own_head(self.model) else None
 
@@ -175,7 +175,7 @@ class DecodeGraphs:
 
 
 def has_own_head(model: CausalLM) -> bool:
-    """Whether the model computes logits by a method of this package, of the whole vocabulary on this rank. One of the user's may wait for the GPU,
+    """Whether a method of this package computes the logits, all of them on this rank. One of the user's may wait for the GPU,
     which cannot be captured."""
     is_own = type(model).compute_logits.__module__.startswith("minivllm.models.") and "compute_logits" not in vars(model)
     return is_own and model.choose is None

@@ -138,7 +138,7 @@ class ModelRunner:
         self.graphs.capture()
 
     def measure_graph_memory(self, kv_caches: list[KVCache], max_num_seqs: int) -> int:
-        """Bytes that the graphs will take: the tensors of the largest, which all share, plus logits and a small fixed cost for each."""
+        """Bytes that the graphs will take: the tensors of the largest, which all share; for each, logits and a fixed cost."""
         graphs = self._make_graphs(kv_caches, max_num_seqs)
         free = [torch.cuda.mem_get_info(self.device)[0]]
         for size in (graphs.sizes[-1], graphs.sizes[0]):
@@ -238,7 +238,8 @@ class ModelRunner:
     ) -> Callable[[], list[SequenceOutput]]:
         """Sample a token for every sequence that needs one, one more for each sibling forked now, and one after each draft.
 
-        `hidden` has a row for each prediction: the last tokens of sequences, and their drafts; `logits` are theirs, if they are known. Returns a function that waits for the tokens.
+        `hidden` has a row for each prediction: the last tokens of sequences, and their drafts; `logits` are theirs, if known.
+        Returns a function that waits for the tokens.
         """
         rows, hidden_rows, owners = _list_rows(sequences)
         chosen = self._choose(hidden, rows, hidden_rows, logits) if rows else None

@@ -1,5 +1,5 @@
-"""Decode steps as CUDA graphs, as far as they can be tested without a GPU: what a graph's first kernel makes of a step, and the engine over
-graphs that are not captured, but computed again."""
+"""Decode steps as CUDA graphs, as far as they can be tested without a GPU: what a graph's first kernel makes of a step, and the
+engine over graphs that are not captured, but computed again."""
 
 from __future__ import annotations
 

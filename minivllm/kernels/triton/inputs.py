@@ -16,8 +16,10 @@ COLUMNS = 1024
 def unpack_decode_inputs(
     packed: Tensor, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, context_lens: Tensor, block_tables: Tensor
 ) -> None:
-    """Spread a packed step over rows: see `reference.unpack_decode_inputs`. How many sequences there are, the kernel reads from memory, so
-    that a graph replays it for any number."""
+    """Spread a packed step over rows: see `reference.unpack_decode_inputs`.
+
+    How many sequences there are, the kernel reads from memory, so that a graph can replay it for any number.
+    """
     with on_device(packed):
         _unpack_decode_inputs[(len(input_ids),)](
             packed.view(torch.int64), packed.view(torch.int32), input_ids, positions, slot_mapping, context_lens, block_tables,
