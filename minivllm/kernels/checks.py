@@ -65,8 +65,8 @@ class Operation(Generic[P, R]):
 class Rules:
     """What the tensors that an operation takes must be; a decorator that makes a function an `Operation`.
 
-    A tensor may be None if the operation takes that. A shape is written as in the docstrings of `reference`. A size has one value wherever its name stands: `2*size` is
-    twice as much, `num_seqs+1` one more; `...` is any dimensions.
+    A tensor may be None if the operation takes that. A shape is written as in the docstrings of `reference`. A size has one
+    value wherever its name stands: `2*size` is twice as much, `num_seqs+1` one more; `...` is any dimensions.
 
     Args:
         floats: Names and shapes of tensors that share a float dtype.

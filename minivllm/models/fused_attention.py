@@ -1,7 +1,7 @@
 """`LlamaAttention.forward` in fewer kernels, on a GPU; `LLM(enforce_eager=True)` runs it as it is written.
 
-A decode step's kernels are so short that their number decides how long it takes. Two norms (Qwen3), the rotation and the write to the
-cache are one launch here. The numbers are the same. A part that a user has replaced, subclassed or hooked is called, as in any model.
+A decode step's kernels are short, so that their number counts. Two norms (Qwen3), the rotation and the write to the cache are one
+launch here, with the same numbers. A part that a user has replaced, subclassed or hooked is called, as in any model.
 """
 
 from __future__ import annotations

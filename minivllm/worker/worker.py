@@ -91,7 +91,7 @@ class Worker:
         self.cache_engine: CacheEngine
 
     def load_model(self) -> None:
-        """Build the model on the device, load its weights, and let compiled or fused kernels do the work of its layers where there are any."""
+        """Build the model on the device, load its weights, and let compiled or fused kernels do its layers' work, if any."""
         model = load_model(self.model_config, self.platform)
         if not self.enforce_eager:
             fuse_attention(model, self.platform)

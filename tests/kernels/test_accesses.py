@@ -442,6 +442,12 @@ def test_the_packages_cache_kernels_make_no_mistakes(kernels, data):
             kernels.reshape_and_cache(
                 torch.randn(tokens, heads, size), torch.randn(tokens, heads, size), *caches, torch.tensor(slots)
             )
+            query, cos, sin = torch.randn(tokens, 2 * heads, 2 * size), torch.randn(9, size), torch.randn(9, size)
+            both = [torch.zeros(6, block_size, heads, 2 * size) for _ in range(2)]
+            positions = torch.arange(tokens)
+            weights = query[0, 0], query[0, 0], 1e-5
+            key = torch.randn(tokens, heads, 2 * size)
+            kernels.norm_rope_and_cache(positions, query, key, key.clone(), cos, sin, *both, torch.tensor(slots), *weights)
         assert_silent(launches)
     with record_accesses() as launches:
         blocks, swap_space = torch.stack(caches), torch.stack(caches, dim=1).transpose(0, 1)

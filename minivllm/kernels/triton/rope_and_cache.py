@@ -1,7 +1,7 @@
 """What happens to a token's query, key and value between the QKV product and attention, in one launch.
 
-As single operations these are four kernels (two norms, the rotation, the write to the cache), and in a decode step each of them is
-over before the next has been launched. vLLM has such kernels, too (`fused_qk_norm_rope`, and the write in `do_rope_and_kv_cache_update`).
+As single operations these are four kernels (two norms, the rotation, the write to the cache). In a decode step each of them has
+so little to do that starting it takes much of its time. vLLM fuses them too: `fused_qk_norm_rope`, `do_rope_and_kv_cache_update`.
 """
 
 from __future__ import annotations
