@@ -25,9 +25,18 @@ NUM_CACHES = 2 * 28
 """Keys and values of each layer of Qwen3-0.6B."""
 DECODE_CASES = list(itertools.product((64, 256), (1024, 4096, 8192), (4, 8)))
 """(sequences, tokens in each context, query heads to a KV head)."""
+PREFILL_CASES = [(1, 1024), (1, 8192), (1, 32768), (16, 1024), (64, 256)]
+"""(prompts, tokens of each)."""
+SWEPT_PREFILLS = [(1, 8192, 4), (16, 1024, 4), (16, 512, 4), (64, 256, 4), (16, 1024, 2), (16, 1024, 3), (1, 2048, 4, 200)]
+"""(prompts, tokens of each, query heads to a KV head, decodes beside them)."""
+PREFILL_TILES = [
+    *((256, 64, 8, 3), (256, 64, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3)),
+    *((128, 32, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3)),
+]
+"""(query rows, tokens of keys, warps, pipeline stages): those that were best in one of the cases when 54 were tried."""
 BANDWIDTH_GOAL = 0.85
 """Share of the copy bandwidth."""
-PREFILL_GOAL = 400
+PREFILL_GOALS = {(1, 8192): 500, (16, 1024): 350}
 """TFLOP/s."""
 SAMPLING_GOAL = 0.5
 """Milliseconds for a step's rows."""
@@ -81,15 +90,17 @@ def decode_case(num_seqs: int, context_len: int, group: int) -> tuple[Callable[[
     return lambda: triton.paged_decode_attention.unchecked(*args), num_bytes
 
 
-def prefill_case(context_len: int, group: int = 4) -> tuple[Callable[[], Tensor], float]:
-    """One prompt, and the operations of its causal attention."""
+def prefill_case(num_seqs: int, context_len: int, group: int = 4, num_decodes: int = 0) -> tuple[Callable[[], Tensor], float]:
+    """Prompts, and decodes of the same contexts beside them; and the operations of their causal attention."""
     from minivllm.kernels import triton
 
-    keys, values, tables, lengths = make_cache(1, context_len)
-    query = random(context_len, NUM_KV_HEADS * group, HEAD_DIM)
-    starts = torch.tensor([0, context_len], dtype=torch.int32, device="cuda")
+    keys, values, tables, lengths = make_cache(num_seqs + num_decodes, context_len)
+    new_tokens = torch.tensor([0, *[context_len] * num_seqs, *[1] * num_decodes])
+    starts = new_tokens.cumsum(0).to(torch.int32).cuda()
+    query = random(int(new_tokens.sum()), NUM_KV_HEADS * group, HEAD_DIM)
     args = (query, keys, values, tables, lengths, starts, HEAD_DIM**-0.5)
-    operations = 4 * NUM_KV_HEADS * group * HEAD_DIM * context_len * (context_len + 1) / 2
+    num_scores = num_seqs * context_len * (context_len + 1) / 2 + num_decodes * context_len
+    operations = 4 * NUM_KV_HEADS * group * HEAD_DIM * num_scores
     return lambda: triton.paged_prefill_attention.unchecked(*args), operations
 
 
@@ -192,10 +203,11 @@ def sweep() -> list[dict]:
         for case, (function, num_bytes) in decodes.items():
             results.append(_try("decode", case, config, function, num_bytes / 1e6, "GB/s"))
     decode_attention.choose_tile = chosen_decode
-    function, operations = prefill_case(8192)
-    for config in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+    prefills = {case: prefill_case(*case) for case in SWEPT_PREFILLS}
+    for config in PREFILL_TILES:
         prefill_attention.choose_tiles = lambda *_, config=config: config
-        results.append(_try("prefill", (8192, 4), config, function, operations / 1e9, "TFLOP/s"))
+        for case, (function, operations) in prefills.items():
+            results.append(_try("prefill", case, config, function, operations / 1e9, "TFLOP/s"))
     prefill_attention.choose_tiles = chosen_prefill
     results.sort(key=lambda result: (result["kernel"], str(result["case"]), -result["rate"]))
     for _, group in itertools.groupby(results, key=lambda result: (result["kernel"], str(result["case"]))):
@@ -253,11 +265,12 @@ def main() -> None:
     for name, function in sampling_cases().items():
         ms = milliseconds(function)
         report(f"sampling, 256 x 151,936, {name}", ms, num_bytes / ms / 1e6, "GB/s", bandwidth, num_bytes / SAMPLING_GOAL / 1e6)
-    for context_len in (1024, 8192, 32768):
-        function, operations = prefill_case(context_len)
+    for case in PREFILL_CASES:
+        function, operations = prefill_case(*case)
         ms = milliseconds(function)
-        goal = PREFILL_GOAL if context_len == 8192 else 0
-        report(f"prefill, {context_len} tokens, 4:1 heads", ms, operations / ms / 1e9, "TFLOP/s", matrix_rate, goal)
+        goal = PREFILL_GOALS.get(case, 0)
+        prompts = f"{case[1]} tokens" if case[0] == 1 else f"{case[0]} x {case[1]} tokens"
+        report(f"prefill, {prompts}, 4:1 heads", ms, operations / ms / 1e9, "TFLOP/s", matrix_rate, goal)
     result = origin | {"copy_gb_s": bandwidth, "matrix_tflop_s": matrix_rate, "kernels": rows}
     if args.sweep:
         print()

@@ -33,6 +33,9 @@ CPU_PROFILE_TOKENS = 256
 CPU_PROFILE_SEQS = 16
 """Sizes of the two profiling runs on a CPU: tokens of a prompt, and sequences to sample from."""
 
+GPU_WARM_UP_TOKENS = 1024
+"""Of a prompt that is computed once before memory is measured, on a GPU."""
+
 CPU_CACHE_LIMIT = 4 * 2**30
 """The default limit of the cache on a CPU, in bytes: a laptop runs other programs, too."""
 
@@ -233,6 +236,8 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
+            # A long prompt first: it has attention kernels of its own, which are compiled now and not when a request comes.
+            runner.profile_run(min(max_tokens, max_model_len, GPU_WARM_UP_TOKENS), 1, one_block)
             runner.profile_run(max_tokens, max_rows, one_block)
             peak = torch.cuda.max_memory_allocated(self.device)
             torch.cuda.empty_cache()

@@ -32,6 +32,7 @@ numba = pytest.importorskip("numba")
 from minivllm.kernels import cpu, triton
 from minivllm.kernels.cpu.launch import as_numpy, load
 from minivllm.kernels.triton.decode_attention import MAX_SPLITS, TOKENS_PER_SPLIT, choose_num_splits
+from minivllm.kernels.triton.prefill_attention import choose_tiles
 
 TRITON_DEVICE = "cpu" if triton.INTERPRETED else "cuda"
 FEWER = settings(max_examples=settings().max_examples // 3)
@@ -73,6 +74,13 @@ def test_decode_attention(kernels, device, data):
 @given(data=st.data())
 def test_prefill_attention(kernels, device, data):
     check_prefill(kernels, data.draw(attention_cases(device, decode=False, cpu=kernels is cpu)))
+
+
+@pytest.mark.parametrize(("heads", "block_size", "rows"), [((128, 1, 4), 16, 256), ((96, 1, 3), 16, 128), ((128, 1, 2), 32, 128)])
+def test_prefill_attention_of_long_prompts(heads, block_size, rows):
+    """Large tiles, the last of which is partly filled, behind a cached prefix."""
+    assert choose_tiles(128, 2, heads[2], block_size, 513)[0] == rows
+    check_prefill(triton, make_attention_case([530], [513], heads, block_size, torch.float16, TRITON_DEVICE))
 
 
 @pytest.mark.slow

@@ -76,6 +76,7 @@ def report(name, kernel):
     matrix_unit = "wgmma" if "wgmma" in kernel.asm["ptx"] else "mma" if "mma.sync" in kernel.asm["ptx"] else "-"
     print(f"{name:<22}{CASE!s:<44}{shared:>8} bytes shared, {label}, {matrix_unit}", flush=True)
     assert shared <= SHARED_MEMORY, f"{name} needs {shared} bytes of shared memory"
+    assert spilled is None or spilled[1] == "0", f"{name} needs more registers than there are"
 
 
 run = JITFunction.run
@@ -87,6 +88,8 @@ for module in (cache, decode_attention, prefill_attention, rope_and_cache, rows,
 
 def compile_attention(heads, dtype, block_size, num_seqs=3):
     case = make_attention_case([40, 1, 100][:num_seqs], [1, 1, 30][:num_seqs], heads, block_size, dtype)
+    kernels.paged_prefill_attention(*case.ragged_args)
+    case = make_attention_case([600], [600], heads, block_size, dtype)  # long enough for large tiles
     kernels.paged_prefill_attention(*case.ragged_args)
     case = make_attention_case([40, 1, 100][:num_seqs], [1, 1, 1][:num_seqs], heads, block_size, dtype)
     for num_splits in (1, 3):

@@ -20,6 +20,9 @@ from torch import Tensor
 from minivllm.kernels import checks
 from minivllm.kernels.triton.launch import check_launch, needs_float32, on_device
 
+LONG_PROMPT = 512
+"""New tokens to a sequence from which on tiles are large. On an H100 the small ones are faster with 256, the large ones with 1,024."""
+
 
 @checks.PREFILL
 def paged_prefill_attention(
@@ -40,7 +43,9 @@ def paged_prefill_attention(
     if num_tokens == 0 or num_seqs == 0:
         return out
     channels = max(16, triton.next_power_of_2(head_dim))
-    rows, tile, num_warps, num_stages = choose_tiles(channels, query.element_size())
+    block_size = key_cache.shape[1]
+    tiles = choose_tiles(channels, query.element_size(), group, block_size, num_tokens / num_seqs)
+    rows, tile, num_warps, num_stages = tiles
     rows = max(rows, triton.next_power_of_2(group))
     tokens = rows // group
     with on_device(query):
@@ -49,20 +54,26 @@ def paged_prefill_attention(
             scale * math.log2(math.e),
             *out.stride()[:2], *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
             block_tables.stride(0),
-            GROUP=group, TOKENS=tokens, ROWS=rows, HEAD_DIM=head_dim, CHANNELS=channels, BLOCK_SIZE=key_cache.shape[1],
+            GROUP=group, TOKENS=tokens, ROWS=rows, HEAD_DIM=head_dim, CHANNELS=channels, BLOCK_SIZE=block_size,
             TILE=tile, EXACT=needs_float32(query.dtype), num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return out
 
 
-def choose_tiles(channels: int, element_size: int) -> tuple[int, int, int, int]:
-    """Rows of a query tile, tokens of a key tile, warps and pipeline stages.
+def choose_tiles(channels: int, element_size: int, group: int, block_size: int, mean_tokens: float) -> tuple[int, int, int, int]:
+    """Rows of a query tile, tokens of a key tile, warps and pipeline stages, for sequences with so many new tokens on average.
 
-    Large tiles reuse more of what they load; queries, output and the tiles in flight must fit in registers and shared memory.
+    Large tiles reuse more of what they load; queries, output and the tiles in flight must fit in registers and shared memory. A
+    short sequence leaves much of a large tile empty, as a decode that shares the step with a prompt does.
     """
     if element_size == 4:
         return (64, 32, 8, 2) if channels <= 64 else (32, 32, 8, 2) if channels <= 128 else (16, 16, 4, 2)
-    return (128, 64, 4, 3) if channels <= 64 else (128, 64, 8, 3) if channels <= 128 else (64, 32, 4, 2)
+    if channels <= 64:
+        return 128, 64, 4, 3
+    if channels > 128 or mean_tokens < LONG_PROMPT:
+        return 64, 32, 4, 2
+    # The largest needs every register; with more to compute for an address, some would be spilled.
+    return (256, 64, 8, 3) if block_size <= 16 and group & (group - 1) == 0 else (128, 64, 8, 3)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])  # they change from step to step
@@ -77,11 +88,8 @@ def _prefill(
     """A tile of query tokens of one sequence, one KV head. `scale` includes the factor from e**x to 2**x."""
     # The last tiles of a prompt see most, so they go first: the short ones fill up the end.
     query_tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    seq = _find_sequence(starts_ptr, query_tile, num_seqs, TOKENS)
-    query_start = tl.load(starts_ptr + seq).to(tl.int32)
-    query_len = tl.load(starts_ptr + seq + 1).to(tl.int32) - query_start
-    first_token = (query_tile - (query_start // TOKENS + seq)) * TOKENS
+    kv_head = tl.program_id(1)
+    seq, query_start, query_len, first_token = _find_tile(starts_ptr, query_tile, num_seqs, TOKENS)
     if first_token >= query_len:
         return
     context_len = tl.load(context_lens_ptr + seq).to(tl.int32)
@@ -89,13 +97,12 @@ def _prefill(
     rows = tl.arange(0, ROWS)
     channels = tl.arange(0, CHANNELS)
     tokens = first_token + rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
+    heads = (kv_head * GROUP + rows % GROUP).to(tl.int64)
     # Where a group does not divide ROWS, the last rows are left over: computed, and not stored.
     own_rows = (rows < TOKENS * GROUP) & (tokens < query_len)
-    query_inside = own_rows[:, None] & (channels < HEAD_DIM)[None, :]
-    token_rows = (query_start + tokens).to(tl.int64)
-    query_rows = query_ptr + token_rows * query_stride + heads * query_head_stride
-    query = tl.load(query_rows[:, None] + channels[None, :], mask=query_inside, other=0.0)
+    inside = own_rows[:, None] & (channels < HEAD_DIM)[None, :]
+    query_rows = query_ptr + (query_start + tokens).to(tl.int64) * query_stride + heads * query_head_stride
+    query = tl.load(query_rows[:, None] + channels[None, :], mask=inside, other=0.0)
     if EXACT:
         query = query.to(tl.float32)
 
@@ -105,8 +112,8 @@ def _prefill(
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, CHANNELS], tl.float32)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
-    key_ptr += kv_head * key_head_stride
-    value_ptr += kv_head * value_head_stride
+    key_ptr += kv_head.to(tl.int64) * key_head_stride
+    value_ptr += kv_head.to(tl.int64) * value_head_stride
     # Tiles that every row sees whole need no mask; the ones along the diagonal do.
     unmasked_end = (first_position + 1) // TILE * TILE
     last = tl.minimum(context_len, first_position + TOKENS)
@@ -123,14 +130,21 @@ def _prefill(
             HEAD_DIM, CHANNELS, BLOCK_SIZE, TILE, EXACT, MASKED=True,
         )  # fmt: skip
 
-    output = output / total[:, None]
-    out_rows = out_ptr + token_rows * out_stride + heads * out_head_stride
-    tl.store(out_rows[:, None] + channels[None, :], output.to(out_ptr.dtype.element_ty), mask=query_inside)
+    output *= (1 / total)[:, None]
+    # Found again, because the loops need all registers: nothing is kept during them only to know where the output goes.
+    seq, query_start, query_len, first_token = _find_tile(starts_ptr, query_tile, num_seqs, TOKENS)
+    pairs = first_token * GROUP + rows
+    tokens, heads = pairs // GROUP, (kv_head * GROUP + pairs % GROUP).to(tl.int64)
+    own_rows = (rows < TOKENS * GROUP) & (tokens < query_len)
+    out_rows = out_ptr + (query_start + tokens).to(tl.int64) * out_stride + heads * out_head_stride
+    inside = own_rows[:, None] & (channels < HEAD_DIM)[None, :]
+    tl.store(out_rows[:, None] + channels[None, :], output.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _find_sequence(starts_ptr, query_tile, num_seqs, TOKENS: tl.constexpr):
-    """The sequence that owns a tile: the last one whose first tile is not behind it."""
+def _find_tile(starts_ptr, query_tile, num_seqs, TOKENS: tl.constexpr):
+    """The sequence that owns a tile (the last one whose first tile is not behind it), its first row, its number of new tokens,
+    and which of these is the tile's first."""
     low = query_tile * 0  # 0, but a tensor, as it must be to change within a loop
     high = num_seqs
     while low + 1 < high:
@@ -139,7 +153,9 @@ def _find_sequence(starts_ptr, query_tile, num_seqs, TOKENS: tl.constexpr):
             low = middle
         else:
             high = middle
-    return low
+    query_start = tl.load(starts_ptr + low).to(tl.int32)
+    query_len = tl.load(starts_ptr + low + 1).to(tl.int32) - query_start
+    return low, query_start, query_len, (query_tile - (query_start // TOKENS + low)) * TOKENS
 
 
 @triton.jit
@@ -167,12 +183,12 @@ def _attend(
     if EXACT:
         keys = keys.to(tl.float32)
         values = values.to(tl.float32)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if MASKED:  # the causal rule; what lies behind `last` was not even loaded
         scores = tl.where(positions[None, :] <= query_positions[:, None], scores, float("-inf"))
-    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
     shrink = tl.exp2(maximum - new_maximum)
-    weights = tl.exp2(scores - new_maximum[:, None])
+    weights = tl.exp2(scores * scale - new_maximum[:, None])  # one instruction for the product and the difference
     total = total * shrink + tl.sum(weights, axis=1)
     output = output * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return new_maximum, total, output
