@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from minivllm import SamplingParams
+from minivllm import LLM, SamplingParams
 from minivllm.kernels import reference
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops, load_platform_kernels, load_triton
@@ -406,6 +406,36 @@ def test_kernels_may_choose_in_parts_too(monkeypatch):
     scores, token_ids = choose_in_part(rows, logits[:, 400:], 400)
     assert torch.equal(token_ids, expected[1])
     torch.testing.assert_close(scores, expected[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares with a CPU")
+def test_an_engine_with_kernels_has_the_tokens_of_one_without(tiny_llama, monkeypatch):
+    pytest.importorskip("triton")
+    wishes = [
+        {"temperature": 0},
+        {"seed": 1, "logprobs": 1},
+        {"seed": 2, "top_k": 9, "top_p": 0.9, "n": 2},
+        {"seed": 3, "presence_penalty": 1.0},
+    ]
+    params = [SamplingParams(max_tokens=4, **wish) for wish in wishes]
+    prompts = [[7 + i] * (3 + i) for i in range(len(params))]
+
+    def generate(**options):
+        llm = LLM(
+            tiny_llama,
+            skip_tokenizer_init=True,
+            num_gpu_blocks_override=40,
+            block_size=8,
+            max_num_seqs=8,
+            max_model_len=64,
+            **options,
+        )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+    expected = generate()
+    monkeypatch.setattr(sampler, "load_sampling_ops", lambda device: Ops(load_triton(), Checks.ALL))
+    assert generate(attention_backend="triton") == expected
 
 
 def test_top_p_keeps_what_ties_with_the_last():
