@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from scipy.stats import chisquare
@@ -22,11 +22,10 @@ from transformers.generation.logits_process import (
 
 from minivllm import SamplingParams
 from minivllm.kernels import reference
-from minivllm.kernels.checks import Checks
-from minivllm.kernels.ops import Ops, load_platform_kernels, load_triton
+from minivllm.kernels.ops import load_platform_kernels
 from minivllm.request import EngineCoreRequest, Request, Sequence
 from minivllm.scheduler_output import ScheduledSequence
-from minivllm.worker import choice_in_parts, sampler
+from minivllm.worker import sampler
 from minivllm.worker.choice_in_parts import can_choose_in_parts, choose_in_part
 from minivllm.worker.sampler import Sampler, SamplingRow, exponential_noise, random_key, random_keys
 
@@ -378,44 +377,6 @@ def test_logprobs_are_the_models_own_and_ranked():
 def test_zero_logprobs_gives_the_chosen_token_alone():
     token = sample(random_logits(5, rows=1), [make_row(SamplingParams(logprobs=0))])[0]
     assert list(token.logprobs) == [token.token_id]
-
-
-@given(seeds, st.lists(st.sampled_from([*KINDS, SamplingParams(top_k=5, top_p=0.8)]), min_size=1, max_size=4))
-@settings(max_examples=6)
-def test_kernels_choose_what_torch_chooses(seed, params):
-    """Mixed batches of greedy rows, filters, log-probabilities and adjusted logits."""
-    pytest.importorskip("triton")
-    logits = random_logits(seed, rows=len(params), vocab_size=500)
-    rows = [make_row(each, seed=seed + i, eos=[5], output=[7] * i) for i, each in enumerate(params)]
-    expected = sample(logits, rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "load_sampling_ops", lambda device: Ops(load_triton(), Checks.ALL))
-        assert sample(logits, rows) == expected
-        rounded = logits.bfloat16()
-        chosen = sample(rounded, rows)
-    assert chosen == sample(rounded, rows)
-
-
-def test_kernels_may_choose_in_parts_too(monkeypatch):
-    pytest.importorskip("triton")
-    params = [SamplingParams(temperature=t) for t in (0.0, 0.7, 1.9)]
-    rows = [make_row(each, seed=i) for i, each in enumerate(params)]
-    logits = random_logits(1, rows=3, vocab_size=900)
-    expected = choose_in_part(rows, logits[:, 400:], 400)
-    monkeypatch.setattr(choice_in_parts, "load_sampling_ops", lambda device: Ops(load_triton(), Checks.ALL))
-    scores, token_ids = choose_in_part(rows, logits[:, 400:], 400)
-    assert torch.equal(token_ids, expected[1])
-    torch.testing.assert_close(scores, expected[0], rtol=0, atol=1e-5)
-
-
-def test_top_p_keeps_what_ties_with_the_last():
-    """Which of equal tokens a sort puts first means nothing."""
-    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
-    filtered = sampler.apply_top_p(logits, column(0.6, rows=1))
-    assert filtered.isfinite().tolist() == [[False, True, True, True, True, False]]
-    many = torch.zeros(1, 5000)
-    many[0, 7] = 5.0
-    assert bool(sampler.apply_top_p(many, column(0.5, rows=1)).isfinite().all()), "also beyond the first candidates"
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 5.0])
