@@ -275,6 +275,16 @@ DRAW = Rules(
     integers={"keys": "num_rows"},
     float32={"temperature": "num_rows", "thresholds": "num_rows"},
 )
+PENALIZE = Rules(
+    {"logits": "num_rows vocab_size"},
+    integers={
+        "rows": "penalized",
+        "slots": "penalized",
+        "counts": "num_slots vocab_size",
+    },
+    float32={"repetition": "penalized", "presence": "penalized", "frequency": "penalized"},
+    written=("logits",),
+)
 FILTER_THRESHOLDS = Rules(
     {"logits": "num_rows vocab_size"},
     integers={"top_k": "num_rows"},

@@ -44,6 +44,7 @@ class Ops:
     random_uniform: Callable[..., Tensor]  # (Tensor, int, int = 0)
     draw: Callable[..., tuple[Tensor, Tensor]]  # (Tensor, Tensor, Tensor, Tensor | None = None, int = 0)
     filter_thresholds: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    penalize: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     copy_blocks: Callable[[Tensor, Tensor, BlockPairs], None]
 
     def __init__(self, implementation: ModuleType, checks: Checks = Checks.ALL) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.kernels import checks
-from minivllm.kernels.reference_sampling import draw, filter_thresholds, mix, random_uniform  # noqa: F401
+from minivllm.kernels.reference_sampling import draw, filter_thresholds, mix, penalize, random_uniform  # noqa: F401
 
 
 @checks.RESHAPE_AND_CACHE

@@ -11,6 +11,29 @@ from torch import Tensor
 from minivllm.kernels import checks
 
 MIN_LOGIT = float("-inf")
+IN_PROMPT = 2**30
+"""Added to a token's count if the prompt has it."""
+
+
+@checks.PENALIZE
+def penalize(
+    logits: Tensor, rows: Tensor, counts: Tensor, slots: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> None:
+    """Make tokens that have occurred less likely, in place: `worker.sampler.apply_penalties` for several rows.
+
+    Args:
+        logits: `[num_rows, vocab_size]`, float32.
+        rows: `[penalized]`, int64: the rows to change, each once.
+        counts: `[num_slots, vocab_size]`, int32: how often each token has occurred in a sequence's output, and `IN_PROMPT` more if it has in
+            the prompt.
+        slots: `[penalized]`, int64: where the counts of each row's sequence are.
+        repetition, presence, frequency: `[penalized]`, float32: see `SamplingParams`.
+    """
+    repetition, presence, frequency = (column.unsqueeze(1) for column in (repetition, presence, frequency))
+    values, of_rows = logits.index_select(0, rows), counts.index_select(0, slots)
+    values = torch.where(of_rows != 0, torch.where(values > 0, values / repetition, values * repetition), values)
+    times = of_rows % IN_PROMPT
+    logits.index_copy_(0, rows, torch.where(times > 0, values - (presence + frequency * times), values))
 
 
 @checks.DRAW

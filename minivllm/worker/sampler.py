@@ -27,6 +27,7 @@ from minivllm.sampling_params import SamplingParams, num_parameters
 from minivllm.scheduler_output import SequenceData
 from minivllm.worker.logprobs import LogprobTensors, launch_logprobs
 from minivllm.worker.sampling_metadata import Filters, RandomKeys, SamplingMetadata
+from minivllm.worker.token_counts import TokenCounts
 from minivllm.worker.transfer import HostCopy, to_device
 
 MIN_LOGIT = float("-inf")
@@ -100,6 +101,8 @@ class Sampler:
 
     _kept: tuple[SamplingMetadata, ...] = ()
     """Of the last few batches, the newest first."""
+    _token_counts: TokenCounts | None = None
+    """On a GPU."""
 
     def sample(self, logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
         """Choose one token for each row.
@@ -115,7 +118,9 @@ class Sampler:
         ops = load_sampling_ops(logits.device)
         logits = logits.float() if ops is None else logits  # the kernels take any dtype
         metadata = self._find_metadata(rows, logits)
-        processed = adjust_logits(logits, rows) if metadata.may_adjust else logits
+        if ops is not None and self._token_counts is None:
+            self._token_counts = TokenCounts(logits.shape[1], logits.device, ops)
+        processed = adjust_logits(logits, rows, self._token_counts) if metadata.may_adjust else logits
         positions = [rows[i].position for i in metadata.random_rows]
         token_ids = choose_by_kernels(ops, processed, metadata, positions) if ops else choose(processed, metadata, positions)
         logprobs = [
@@ -166,22 +171,26 @@ def adjusts_logits(row: SamplingRow) -> bool:
     return params.adjusts_logits or bool(row.seq.masks) or (params.min_tokens > 0 and row.position < params.min_tokens)
 
 
-def adjust_logits(logits: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Logit bias, penalties and logits processors, then everything that excludes tokens; for greedy rows, too.
+def adjust_logits(logits: Tensor, rows: list[SamplingRow], counts: TokenCounts | None = None) -> Tensor:
+    """Logit bias, penalties and logits processors, then everything that excludes tokens; for greedy rows, too. With `counts`, those of the device,
+    penalties are applied to all rows at once.
 
     Without waiting for the device: `torch.where` decides there what an `if` on a tensor's value would decide here. Only functions of users'
     own may wait, and the check that grammars and other wishes together leave a token.
     """
-    adjusted, device = logits, logits.device
-    for i, row in enumerate(rows):
-        params = row.params
-        if not adjusts_logits(row):
-            continue
-        if adjusted is logits:
-            adjusted = logits.to(torch.float32, copy=True)
-        if params.logit_bias:
-            adjusted[i, to_device(list(params.logit_bias), device)] += to_device(list(params.logit_bias.values()), device)
-        if params.has_penalties:
+    wanted = [i for i, row in enumerate(rows) if adjusts_logits(row)]
+    if not wanted:
+        return logits
+    adjusted, device = logits.to(torch.float32, copy=True), logits.device
+    for i in wanted:
+        if bias := rows[i].params.logit_bias:
+            adjusted[i, to_device(list(bias), device)] += to_device(list(bias.values()), device)
+    penalized = [i for i in wanted if rows[i].params.has_penalties]
+    if counts is not None and penalized:
+        counts.penalize(adjusted, penalized, [rows[i].seq for i in penalized])
+    for i in wanted:
+        row, params = rows[i], rows[i].params
+        if counts is None and params.has_penalties:
             adjusted[i] = apply_penalties(
                 adjusted[i],
                 row.seq.request.prompt_token_ids,

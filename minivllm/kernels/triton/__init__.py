@@ -11,6 +11,7 @@ from minivllm.kernels.triton.cache import copy_blocks, reshape_and_cache
 from minivllm.kernels.triton.decode_attention import paged_decode_attention
 from minivllm.kernels.triton.inputs import unpack_inputs
 from minivllm.kernels.triton.launch import INTERPRETED
+from minivllm.kernels.triton.penalties import penalize
 from minivllm.kernels.triton.prefill_attention import paged_prefill_attention
 from minivllm.kernels.triton.rope_and_cache import norm_rope_and_cache
 from minivllm.kernels.triton.rows import add_rms_norm, rms_norm, rotary_embedding, silu_and_mul
