@@ -30,7 +30,7 @@ penalties = st.builds(
     logit_bias=st.sampled_from([None, {1: 4.0}]),
 )
 steps = st.lists(
-    st.tuples(st.sets(st.integers(0, 11), min_size=1, max_size=4), st.lists(tokens, max_size=3), st.booleans()),
+    st.tuples(st.sets(st.integers(0, 5), min_size=1, max_size=2), st.lists(tokens, max_size=3), st.booleans()),
     min_size=1,
     max_size=6,
 )
