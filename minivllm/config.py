@@ -242,7 +242,7 @@ class EngineArgs:
     )
     enforce_eager: bool = _arg(
         False,
-        "Run the model's code as it is written: no CUDA graphs on a GPU, no compiled layers on a CPU. Slower, with the same tokens.",
+        "Run the model's code as it is written: no CUDA graphs and no fused kernels on a GPU, no compiled layers on a CPU. Slower, with the same tokens.",
     )
     quantization: str | None = _arg(None, 'Weight quantization: "int8", on a CPU. None leaves the weights as they are.')
     tensor_parallel_size: int = _arg(

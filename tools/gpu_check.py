@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,6 +55,8 @@ TESTS = [
     "tests/model/test_model_input.py",
     "tests/model/test_step_graphs.py",
     "tests/model/test_transfer.py",
+    "tests/model/test_swap_stream.py",
+    "tests/model/test_token_counts.py",
 ]
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 NOT_HERE = "not smollm2"
@@ -112,6 +116,16 @@ def _several_processes() -> list[str]:
     return ["-n", str(max(1, min(12, (os.cpu_count() or 1) - 2)))]
 
 
+RUNNING: set[int] = set()
+"""The parts that run, each the leader of a group of processes: its ranks, its server, the processes of its tests."""
+
+
+def kill(leader: int) -> None:
+    """End a group of processes, which might keep the GPU's memory. Nothing happens if it has ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 def run_part(name: str, folder: Path, alone: bool) -> Outcome:
     """Run a part in a process of its own; one that runs alone shows its output as it comes."""
     with tempfile.TemporaryDirectory() as place:
@@ -123,13 +137,19 @@ def run_part(name: str, folder: Path, alone: bool) -> Outcome:
         start, longest = time.monotonic(), LONGEST * (3 if name in NOT_BY_DEFAULT else 1)
         with log.open("wb") as file:
             output = None if alone else file
+            process = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, env=environment, stdout=output, stderr=output and subprocess.STDOUT, start_new_session=True
+            )  # fmt: skip
+            RUNNING.add(process.pid)
             try:
-                status = subprocess.run(
-                    [sys.executable, *command], cwd=ROOT, env=environment, stdout=output, stderr=output and subprocess.STDOUT, timeout=longest
-                ).returncode  # fmt: skip
+                status = process.wait(longest)
             except subprocess.TimeoutExpired:
                 file.write(f"Stopped after {longest:.0f} seconds.\n".encode())
                 status = 1
+            finally:
+                RUNNING.discard(process.pid)
+                kill(process.pid)
+                process.wait()
         found = json.loads(results.read_text()) if results.exists() else {}
         passed = None if status == NOT_RUN else status == 0
         return Outcome(passed, time.monotonic() - start, found, log.read_text(errors="replace"))
@@ -155,19 +175,27 @@ def run_parts(parts: list[str], note) -> None:  # noqa: ANN001
             note(running[future], future.result())
 
 
-def summarize(result: dict, out: Path) -> int:
-    """Print what passed, what failed and what was not run. Returns the status: 0, 1 if a check failed, else 2 if one was not run."""
-    checks = result["checks"].values()
+def summarize(result: dict, out: Path, names: list[str]) -> int:
+    """Print which of these parts passed, failed and were not run. Returns the status: 0, 1 if one failed, else 2 if one was not run."""
+    checks = {name: result["checks"][name] for name in names}
     print()
-    for name, check in result["checks"].items():
+    for name, check in checks.items():
         word = "not run" if check["passed"] is None else "passed" if check["passed"] else "FAILED"
         print(f"{word:<9}{name:<36}{check['seconds']:>5.0f} s")
     kernels = result.get("kernels", {}).get("kernels", [])
     missed = [kernel["name"] for kernel in kernels if kernel["goal"] and not kernel["met"]]
     missed += [row["name"] for row in result.get("engine", {}).get("rows", []) if row["met"] is False]
     print(f"goals missed: {'; '.join(missed) or 'none'}\nwritten to {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}")
-    passed = [check["passed"] for check in checks]
+    passed = [check["passed"] for check in checks.values()]
     return 1 if False in passed else NOT_RUN if None in passed else 0
+
+
+def find_commit() -> str | None:
+    """What is checked; None for a copy without git."""
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip() or None
+    return None
 
 
 def main() -> int:
@@ -189,17 +217,26 @@ def main() -> int:
     result = earlier | find_origin() | {"checks": earlier.get("checks", {})}
     print(result["machine"], flush=True)
     parts = [part for part in PARTS if part in args.parts or (not args.parts and part not in NOT_BY_DEFAULT)]
-    start = time.monotonic()
+    start, noted, commit = time.monotonic(), list[str](), find_commit()
 
     def note(name: str, outcome: Outcome) -> None:
         """Show and save what is known so far, in case a borrowed machine is taken back."""
         print(f"\n== {name}, {outcome.seconds:.0f} s\n{outcome.printed}", flush=True)
-        result["checks"][name] = {"passed": outcome.passed, "seconds": round(outcome.seconds, 1)}
+        noted.append(name)
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        result["checks"][name] = {"passed": outcome.passed, "seconds": round(outcome.seconds, 1), "ended": now, "commit": commit}
         result.update({name: outcome.results} if outcome.results else {})
         out.write_text(to_json(result))
 
-    run_parts(parts, note)
-    status = summarize(result, out)
+    try:
+        run_parts(parts, note)
+    except KeyboardInterrupt:
+        for leader in [*RUNNING]:
+            kill(leader)
+        print("\nStopped.")
+        summarize(result, out, noted)
+        return 1
+    status = summarize(result, out, noted)
     print(f"{time.monotonic() - start:.0f} s")
     return status
 

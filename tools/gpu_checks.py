@@ -62,7 +62,7 @@ def load(folder: Path, **options: object) -> LLM:
 
 def generate(folder: Path, prompts: list, params: object, **options: object) -> list[RequestOutput]:
     """What an engine of its own makes of these prompts, in float32; its memory is free again."""
-    llm = load(folder, dtype="float32", num_gpu_blocks_override=4000, **options)
+    llm = load(folder, dtype="float32", **{"num_gpu_blocks_override": 1000} | options)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.llm_engine.engine_core.shutdown()
     del llm
@@ -80,29 +80,33 @@ def check_logits(folder: Path) -> bool:
         [compute_logits(model, prompt) for prompt in prompts]
         for model in (AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval() for dtype in (torch.float32, torch.bfloat16))
     )  # fmt: skip
-    worker = load(folder, dtype="bfloat16", enforce_eager=True, num_gpu_blocks_override=200).llm_engine.executor.worker
-    seqs = [
-        Sequence(i, Request(EngineCoreRequest(str(i), ids, SamplingParams(), max_num_tokens=2048)))
-        for i, ids in enumerate(prompts)
-    ]
     tables, used = [], 0
     for prompt in prompts:
         count = -(-len(prompt) // 16)
         tables.append(list(range(used, used + count))[::-1])
         used += count
-    # All but the last token as a prefill, the last one as a decode.
-    ours = run_step(worker, seqs, [len(prompt) - 1 for prompt in prompts], tables)
-    for seq, prompt in zip(seqs, prompts, strict=True):
-        seq.num_computed_tokens = len(prompt) - 1
-    decoded = run_step(worker, seqs, [1] * len(prompts), tables)
     passed = True
-    for name, logits, rows in (("prefill", ours, slice(None, -1)), ("decode", decoded, slice(-1, None))):
-        wanted = torch.cat([part[rows] for part in expected])
-        error, reference = (
-            float((x - wanted).norm() / wanted.norm()) for x in (logits, torch.cat([part[rows] for part in theirs]))
-        )
-        print(f"relative error of bfloat16 logits, {name}: ours {error:.4f}, transformers' {reference:.4f}")
-        passed &= error < 1.25 * reference
+    for kernels, enforce_eager in (("as written", True), ("fused", False)):
+        worker = load(
+            folder, dtype="bfloat16", enforce_eager=enforce_eager, num_gpu_blocks_override=200
+        ).llm_engine.executor.worker
+        worker.model_runner.graphs = None  # what `replays` compares
+        seqs = [
+            Sequence(i, Request(EngineCoreRequest(str(i), ids, SamplingParams(), max_num_tokens=2048)))
+            for i, ids in enumerate(prompts)
+        ]
+        # All but the last token as a prefill, the last one as a decode.
+        ours = run_step(worker, seqs, [len(prompt) - 1 for prompt in prompts], tables)
+        for seq, prompt in zip(seqs, prompts, strict=True):
+            seq.num_computed_tokens = len(prompt) - 1
+        decoded = run_step(worker, seqs, [1] * len(prompts), tables)
+        for name, logits, rows in (("prefill", ours, slice(None, -1)), ("decode", decoded, slice(-1, None))):
+            wanted = torch.cat([part[rows] for part in expected])
+            error, reference = (
+                float((x - wanted).norm() / wanted.norm()) for x in (logits, torch.cat([part[rows] for part in theirs]))
+            )
+            print(f"relative error of bfloat16 logits, {name}, {kernels}: ours {error:.4f}, transformers' {reference:.4f}")
+            passed &= error < 1.25 * reference
     return passed
 
 
@@ -133,7 +137,7 @@ def check_replay(folder: Path) -> bool:
     for num_seqs, num_chunks in ((1, 0), (3, 0), (8, 0), (33, 0), (64, 0), (1, 1), (5, 2), (64, 7), (20, 20)):
         scheduled = []
         for i in range(num_seqs):
-            length, num_new = 1 + (7 * i) % 90, 1 + (11 * i) % 50 if i < num_chunks else 1
+            length, num_new = 1 + (7 * i) % 90, 1 + (11 * i + 10) % 50 if i < num_chunks else 1
             ids, table = [5 + i] * (length + num_new), [i * 9 + j for j in range((length + num_new - 1) // 16 + 1)]
             seq = Sequence(i, Request(EngineCoreRequest(str(i), ids, SamplingParams(), max_num_tokens=2048)))
             seq.num_computed_tokens = length
@@ -152,12 +156,16 @@ def check_replay(folder: Path) -> bool:
     return equal
 
 
-WAYS = {"eagerly": (True, False), "with graphs": (False, False), "with graphs and two steps in flight": (False, True)}
-"""`enforce_eager` and `async_scheduling`."""
+WAYS = {
+    "eagerly": {"enforce_eager": True},
+    "with graphs": {},
+    "with graphs and two steps in flight": {"async_scheduling": True},
+    "swapped out and in": {"num_gpu_blocks_override": 120, "preemption_mode": "swap", "swap_space": 2.0},
+}
 
 
 def check_generation(folder: Path) -> bool:
-    """Tokens with and without graphs, and with two steps in flight, in float32.
+    """Tokens with and without graphs, with two steps in flight, and with so few blocks that sequences are swapped, in float32.
 
     The requests finish one after another, so that batches of many sizes are padded. In bfloat16 a padded batch may be multiplied in
     another order, and near ties fall either way: there check_replay compares.
@@ -165,8 +173,8 @@ def check_generation(folder: Path) -> bool:
     params = [SamplingParams(temperature=0, max_tokens=40 + i, ignore_eos=True) for i in range(37)]
     prompts = random_prompts([1 + 11 * i % 200 for i in range(37)])
     tokens = {}
-    for name, (enforce_eager, async_scheduling) in WAYS.items():
-        outputs = generate(folder, prompts, params, enforce_eager=enforce_eager, async_scheduling=async_scheduling)
+    for name, options in WAYS.items():
+        outputs = generate(folder, prompts, params, **options)
         tokens[name] = [output.outputs[0].token_ids for output in outputs]
     different = [name for name in WAYS if tokens[name] != tokens["eagerly"]]
     print(f"other tokens than eagerly, float32: {', '.join(different) or 'none'}")
@@ -178,7 +186,7 @@ def check_steps_in_flight(folder: Path) -> bool:
     wishes = (
         {"logprobs": 3},
         {"n": 3},
-        {"top_k": 20, "min_p": 0.01},
+        {"top_k": 20, "min_p": 0.01, "frequency_penalty": 0.5},
         {"temperature": 0, "logit_bias": {5: 3.0}, "min_tokens": 9},
     )
     stops = list(range(0, QWEN3["vocab_size"], 97))
@@ -186,7 +194,7 @@ def check_steps_in_flight(folder: Path) -> bool:
     prompts = random_prompts([1 + 11 * i % 200 for i in range(24)])
     found, logprobs = [], []
     for async_scheduling in (False, True):
-        outputs = generate(folder, prompts, params, async_scheduling=async_scheduling, enforce_eager=True)
+        outputs = generate(folder, prompts, params, async_scheduling=async_scheduling)
         completions = [c for output in outputs for c in output.outputs]
         found.append([(c.token_ids, c.finish_reason, c.stop_reason) for c in completions])
         entries = [entry for c in completions for entry in c.logprobs or ()]

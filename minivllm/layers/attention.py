@@ -30,6 +30,9 @@ class AttentionMetadata:
         block_tables: `[num_seqs, max_blocks]` int32, padded with 0.
         context_lens: `[num_seqs]` int32, cached tokens of each sequence, including those of this step; 0 for padding.
         query_start_loc: `[num_seqs + 1]` int32, the first row of each sequence, and the end of the last one.
+
+    In a step with prompts that a CUDA graph replays, sequences at the end are padding, without new tokens and cached ones, and so are rows after the
+    last sequence: what attention returns for them is not used.
     """
 
     is_decode: bool

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from minivllm.kernels.ops import Ops
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.layers.attention_backends import TritonAttentionBackend
 from minivllm.layers.norm import RMSNorm
@@ -18,16 +19,23 @@ from minivllm.models.llama import LlamaAttention
 
 def fuse_attention(model: nn.Module, platform: Platform) -> int:
     """Let the attention layers of a loaded model use the fused kernel, where the platform has one. Returns how many do."""
-    if not hasattr(platform.kernels, "norm_rope_and_cache"):
+    if platform.attention_backend is not TritonAttentionBackend or not hasattr(platform.kernels, "norm_rope_and_cache"):
         return 0
     layers = [part for part in model.modules() if type(part) is LlamaAttention]
     for layer in layers:
         layer.__class__ = FusedLlamaAttention  # another forward over the same parts, which a copy of the model keeps
+        layer.ops = platform.ops
     return len(layers)
 
 
 class FusedLlamaAttention(LlamaAttention):
-    """`LlamaAttention` with one kernel between the QKV product and attention."""
+    """`LlamaAttention` with one kernel between the QKV product and attention.
+
+    Attributes:
+        ops: The engine's operations, which its parts have, too, unless a user has given them others.
+    """
+
+    ops: Ops
 
     def forward(self, x: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         if not self._is_plain():
@@ -46,12 +54,12 @@ class FusedLlamaAttention(LlamaAttention):
 
     def _is_plain(self) -> bool:
         """Whether the kernel does what the parts would do: they are the engine's own, without hooks."""
-        parts: list[tuple[nn.Module | None, type]] = [
-            (self.rotary, RotaryEmbedding),
-            (self.q_norm, RMSNorm),
-            (self.k_norm, RMSNorm),
-        ]
+        parts = [self.rotary] if self.q_norm is None or self.k_norm is None else [self.rotary, self.q_norm, self.k_norm]
         are_plain = all(
-            part is None or (type(part) is cls and not part._forward_hooks and not part._forward_pre_hooks) for part, cls in parts
+            type(part) in (RotaryEmbedding, RMSNorm)
+            and part.ops is self.ops
+            and not part._forward_hooks
+            and not part._forward_pre_hooks
+            for part in parts
         )
-        return are_plain and type(self.backend) is TritonAttentionBackend
+        return are_plain and len({part.eps for part in parts[1:]}) < 2 and type(self.backend) is TritonAttentionBackend

@@ -6,6 +6,7 @@ and log-probabilities need all logits in one place.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from minivllm.worker.sampler import (
@@ -13,6 +14,7 @@ from minivllm.worker.sampler import (
     adjusts_logits,
     apply_temperature,
     argmax,
+    as_kernels_take_them,
     exponential_noise,
     load_sampling_ops,
     random_keys,
@@ -45,9 +47,9 @@ def choose_in_part(rows: list[SamplingRow], logits: Tensor, first: int) -> tuple
     """
     ops = load_sampling_ops(logits.device)
     if ops is not None:
-        temperature = [0.0 if row.params.is_greedy else row.params.temperature for row in rows]
-        keys = to_device(random_keys(rows), logits.device)
-        best, places = ops.draw(logits, to_device(temperature, logits.device), keys, None, first)
+        temperatures = [0.0 if row.params.is_greedy else row.params.temperature for row in rows]
+        keys, temperature = to_device(random_keys(rows), logits.device), to_device(temperatures, logits.device, torch.float32)
+        best, places = ops.draw(as_kernels_take_them(logits), temperature, keys, None, first)
         return best.double(), places + first
     logits = logits.float()
     token_ids = argmax(logits)

@@ -9,7 +9,7 @@ Mirrors `vllm/v1/worker/gpu/cudagraph_utils.py`.
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from minivllm.errors import ConfigError
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops, load_platform_kernels
 from minivllm.layers.attention import AttentionMetadata, KVCache
+from minivllm.layers.embedding import ParallelLMHead
 from minivllm.models.base import CausalLM
-from minivllm.worker.model_input import ModelInput
+from minivllm.worker.model_input import GraphSize, ModelInput
 from minivllm.worker.transfer import pack_to_device, packed_bytes
 
 MAX_DECODES, MAX_TOKENS = 512, 1024
@@ -31,23 +32,16 @@ MAX_LOGITS_SIZE = 64
 """Graphs of at most so many decodes compute logits, too. Larger steps hide one more launch, and the logits of each size take memory of their own."""
 
 
-class GraphSize(NamedTuple):
-    """What a graph is for: up to so many tokens, one of each sequence (a decode step), or any number of each."""
-
-    num_tokens: int
-    is_decode: bool
-
-
 def graph_sizes(max_num_seqs: int, max_num_tokens: int) -> list[GraphSize]:
     """The sizes that graphs are captured for, from small to large.
 
-    Decodes: 1, 2, 4, multiples of 8, and the largest batch there can be. Steps with prompts: from 32 tokens on, each size by a third or a half
-    larger than the one before, up to the most tokens of a step.
+    Decodes: 1, 2, 4, multiples of 8, and the largest batch there can be. Steps with prompts: from 32 tokens up to the most of a step. Small sizes are
+    half as large again as the one before; large ones lie closer, because computing padding costs more there than launching kernels.
     """
     most_decodes, most_tokens = min(max_num_seqs, MAX_DECODES), min(max_num_tokens, MAX_TOKENS)
     decodes = {size for size in (1, 2, 4, *range(8, most_decodes, 8)) if size < most_decodes} | {most_decodes}
-    powers = [2**i for i in range(5, MAX_TOKENS.bit_length())]
-    tokens = {size for power in powers for size in (power, power * 3 // 2) if size < most_tokens} | {most_tokens}
+    candidates = (32, 48, 64, 96, 128, 192, *range(256, 512, 64), *range(512, MAX_TOKENS, 128))
+    tokens = {size for size in candidates if size < most_tokens} | {most_tokens}
     return sorted([GraphSize(size, True) for size in decodes] + [GraphSize(size, False) for size in tokens])
 
 
@@ -86,7 +80,7 @@ class StaticInputs:
             context_lens=self.context_lens[:num_seqs],
             query_start_loc=self.query_start_loc[: num_seqs + 1],
         )
-        return ModelInput(self.input_ids[:num_tokens], self.positions[:num_tokens], metadata, [])
+        return ModelInput(self.input_ids[:num_tokens], self.positions[:num_tokens], metadata, [], size)
 
     def receive(self, arrays: list[np.ndarray]) -> list[Tensor]:
         """Copy a step to the device, without waiting. Returns the arrays as parts of `packed`, which may still be written to.
@@ -97,10 +91,6 @@ class StaticInputs:
         """
         header = np.array([len(arrays[0]), *arrays[4].shape, 0], np.int32)
         return pack_to_device([header, *arrays], self.packed.device, out=self.packed)[1:]
-
-    def holds(self, inputs: ModelInput) -> bool:
-        """Whether these tensors were returned by `receive`."""
-        return inputs.input_ids.untyped_storage().data_ptr() == self.packed.data_ptr()
 
     def unpack(self, size: GraphSize) -> ModelInput:
         """Spread the step over a graph's rows, and make the others padding: tokens without a slot, sequences without tokens."""
@@ -117,6 +107,7 @@ class StepGraphs:
     Args:
         max_num_seqs, max_num_tokens: The most sequences and tokens of a step.
         max_blocks: The most blocks of a sequence.
+        with_logits: Whether graphs may compute logits.
 
     Attributes:
         sizes: Those of `graph_sizes`.
@@ -132,8 +123,10 @@ class StepGraphs:
         max_num_tokens: int,
         max_blocks: int,
         device: torch.device,
+        with_logits: bool = True,
     ) -> None:
         self.model = model
+        self.with_logits = with_logits
         self.kv_caches = kv_caches
         self.sizes = graph_sizes(max_num_seqs, max_num_tokens)
         self.inputs = StaticInputs(self.sizes[-1].num_tokens, min(max_num_seqs, MAX_DECODES), max_blocks, device)
@@ -147,25 +140,36 @@ class StepGraphs:
         """Capture one graph for each of these sizes (None: all), from the largest down, so that smaller ones reuse its memory.
 
         Raises:
-            ConfigError: The GPU has too little memory left.
+            ConfigError: The GPU has too little memory left, or the model does what cannot be captured.
         """
         sizes = sorted(sizes or self.sizes, reverse=True)
         try:
             for size in tqdm(sizes, desc="Capturing CUDA graphs", disable=len(sizes) == 1 or sys.stderr is None):
                 self._forward(size)  # compiles the kernels, which cannot be done while capturing
                 torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self.pool):
-                    self._keep(size, *self._forward(size))
-                self.pool = graph.pool()
-                self.graphs[size] = graph
+                self._capture(size)
         except RuntimeError as error:  # torch.cuda.OutOfMemoryError, or what CUDA says while capturing
             if "out of memory" not in str(error):
                 raise
             raise ConfigError(
-                "The GPU has too little memory left for CUDA graphs: lower gpu_memory_utilization or max_num_seqs, or set "
-                "enforce_eager=True."
+                "The GPU has too little memory left for CUDA graphs: lower gpu_memory_utilization, max_num_seqs or "
+                "max_num_batched_tokens, or set enforce_eager=True."
             ) from None
+
+    def _capture(self, size: GraphSize) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                self._keep(size, *self._forward(size))
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                raise
+            raise ConfigError(
+                f"A step could not be captured as a CUDA graph ({str(error).splitlines()[0]}): a model or an attention backend must not "
+                f"wait for the GPU or read a tensor back. Set enforce_eager=True, or let the backend's supports_cuda_graphs return False."
+            ) from error
+        self.pool = graph.pool()
+        self.graphs[size] = graph
 
     def find_size(self, num_tokens: int, num_seqs: int, num_blocks: int) -> GraphSize | None:
         """The graph for a step of so many tokens and sequences, with block tables so wide; None if no graph is large enough."""
@@ -176,24 +180,20 @@ class StepGraphs:
 
     def run(self, inputs: ModelInput) -> Tensor:
         """Hidden states of the step that `inputs` has received, `[num_tokens, hidden_size]`; overwritten by the next one."""
-        size = self._size_of(inputs)
-        self.graphs[size].replay()
-        return self.outputs[size][: len(inputs.input_ids)]
+        assert inputs.graph_size is not None
+        self.graphs[inputs.graph_size].replay()
+        return self.outputs[inputs.graph_size][: len(inputs.input_ids)]
 
     def get_logits(self, inputs: ModelInput) -> Tensor | None:
         """Logits of all rows of the step that was run last, `[num_tokens, vocab_size]`, overwritten by the next one; None if its graph has none."""
-        logits = self.logits.get(self._size_of(inputs))
+        logits = None if inputs.graph_size is None else self.logits.get(inputs.graph_size)
         return None if logits is None or not has_own_head(self.model) else logits[: len(inputs.input_ids)]
 
-    def _size_of(self, inputs: ModelInput) -> GraphSize:
-        size = self.find_size(len(inputs.input_ids), *inputs.metadata.block_tables.shape)
-        assert size is not None, "only what fits is received"
-        return size
-
-    def logits_bytes(self) -> int:
-        """Bytes of the logits that all sizes will keep, once one size has been captured."""
-        rows = sum(size.num_tokens for size in self.sizes if _has_logits(size))
-        return rows * max((logits[0].nbytes for logits in self.logits.values()), default=0)
+    def kept_bytes(self) -> int:
+        """Bytes of the hidden states and logits that all sizes will keep, once the smallest size has been captured."""
+        hidden = max((hidden[0].nbytes for hidden in self.outputs.values()), default=0)
+        logits = max((logits[0].nbytes for logits in self.logits.values()), default=0)
+        return sum(size.num_tokens * (hidden + (logits if _has_logits(size) else 0)) for size in self.sizes)
 
     def _keep(self, size: GraphSize, hidden: Tensor, logits: Tensor | None) -> None:
         self.outputs[size] = hidden
@@ -204,7 +204,7 @@ class StepGraphs:
         inputs = self.inputs.unpack(size)
         hidden = self.model.forward(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
         assert isinstance(hidden, Tensor), "a pipeline stage captures no graphs"
-        has_logits = _has_logits(size) and has_own_head(self.model)
+        has_logits = self.with_logits and _has_logits(size) and has_own_head(self.model)
         return hidden, self.model.compute_logits(hidden) if has_logits else None
 
 
@@ -213,7 +213,9 @@ def _has_logits(size: GraphSize) -> bool:
 
 
 def has_own_head(model: CausalLM) -> bool:
-    """Whether the model computes logits by a method of this package, of the whole vocabulary on this rank. One of the user's may wait for the GPU,
-    which cannot be captured."""
+    """Whether the model computes logits as this package does, of the whole vocabulary on this rank. What a user has put in its place may wait for
+    the GPU, which cannot be captured."""
     is_own = type(model).compute_logits.__module__.startswith("minivllm.models.") and "compute_logits" not in vars(model)
-    return is_own and model.choose is None
+    head = getattr(model, "lm_head", None)
+    is_plain = type(head) is ParallelLMHead and not head._forward_hooks and not head._forward_pre_hooks
+    return is_own and is_plain and model.choose is None

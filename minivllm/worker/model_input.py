@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from minivllm.layers.attention import AttentionMetadata
+
+
+class GraphSize(NamedTuple):
+    """What a CUDA graph is for: up to so many tokens, one of each sequence (a decode step), or any number of each."""
+
+    num_tokens: int
+    is_decode: bool
 
 
 @dataclass
@@ -19,12 +27,14 @@ class ModelInput:
         positions: `[num_tokens]`, each token's place in its sequence.
         metadata: Where keys and values go and come from.
         sampled_rows: Row of the last token of each sequence that needs a new one, and the rows of its draft tokens.
+        graph_size: That of the CUDA graph which replays the step; None if none does.
     """
 
     input_ids: Tensor
     positions: Tensor
     metadata: AttentionMetadata
     sampled_rows: list[int]
+    graph_size: GraphSize | None = None
 
 
 class BlockTables:

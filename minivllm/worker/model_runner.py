@@ -103,7 +103,8 @@ class ModelRunner:
         context_lens, first_rows = context_lens.astype(np.int32), query_start_loc.astype(np.int32)
         is_decode = total == num_seqs
         arrays, graphs = [input_ids, positions, slot_mapping, context_lens, block_tables, first_rows], self.graphs
-        if graphs is not None and graphs.find_size(total, *block_tables.shape) is not None:
+        size = None if graphs is None else graphs.find_size(total, *block_tables.shape)
+        if graphs is not None and size is not None:
             ids, places, slots, lens, tables, locs = graphs.inputs.receive(arrays)
         else:
             ids, places, slots, lens, tables, locs = self._tensors(arrays)
@@ -114,7 +115,7 @@ class ModelRunner:
             self.recent_tokens.fill_in(ids, placeholders)
         num_sampled = np.fromiter((1 + seq.num_drafts if seq.num_samples else 0 for seq in sequences), np.int64, num_seqs)
         sampled_rows = _join_ranges(query_start_loc[1:] - num_sampled, num_sampled)
-        return ModelInput(ids, places, metadata, sampled_rows.tolist())
+        return ModelInput(ids, places, metadata, sampled_rows.tolist(), size)
 
     def _check_inputs(
         self, sequences: list[SequenceData], context_lens: np.ndarray, block_tables: np.ndarray, num_blocks: int
@@ -138,21 +139,22 @@ class ModelRunner:
         self.graphs.capture()
 
     def measure_graph_memory(self, kv_caches: list[KVCache], max_num_seqs: int, max_num_tokens: int) -> int:
-        """Bytes that the graphs will take: the tensors of the largest, which all share, plus logits and a small fixed cost for each."""
-        graphs = self._make_graphs(kv_caches, max_num_seqs, max_num_tokens)
+        """Bytes that the graphs will take: the inputs and the tensors of the largest, which all share, plus results and a small fixed cost for each."""
         free = [torch.cuda.mem_get_info(self.device)[0]]
+        graphs = self._make_graphs(kv_caches, max_num_seqs, max_num_tokens)
         for size in (graphs.sizes[-1], graphs.sizes[0]):
             graphs.capture([size])
             free.append(torch.cuda.mem_get_info(self.device)[0])
         largest, one_more, count = free[0] - free[1], free[1] - free[2], len(graphs.sizes)
-        logits_bytes = graphs.logits_bytes()
+        kept_bytes = graphs.kept_bytes()
         del graphs
         torch.cuda.empty_cache()
-        return max(0, largest) + max(0, one_more) * (count - 1) + logits_bytes
+        return max(0, largest) + max(0, one_more) * (count - 1) + kept_bytes
 
     def _make_graphs(self, kv_caches: list[KVCache], max_num_seqs: int, max_num_tokens: int) -> StepGraphs:
         max_blocks = -(-self.max_model_len // self.block_size)
-        return StepGraphs(self.model, kv_caches, max_num_seqs, max_num_tokens, max_blocks, self.device)
+        with_logits = type(self.sampler) is Sampler  # another class may keep them, and the next step overwrites them
+        return StepGraphs(self.model, kv_caches, max_num_seqs, max_num_tokens, max_blocks, self.device, with_logits)
 
     @torch.inference_mode()
     def execute_model(self, sequences: list[SequenceData], kv_caches: list[KVCache]) -> list[SequenceOutput]:
@@ -168,7 +170,7 @@ class ModelRunner:
         if not sequences:
             return
         inputs = self.prepare_inputs(sequences, num_blocks=kv_caches[0][0].shape[0])
-        if self.graphs is not None and self.graphs.inputs.holds(inputs):
+        if self.graphs is not None and inputs.graph_size is not None:
             hidden = self.graphs.run(inputs)
             self._launched = ForwardPass(sequences, hidden, inputs.sampled_rows, self.graphs.get_logits(inputs))
             return
@@ -217,12 +219,13 @@ class ModelRunner:
         return finish
 
     @torch.inference_mode()
-    def profile_run(self, num_tokens: int, num_seqs: int, kv_caches: list[KVCache]) -> None:
+    def profile_run(self, num_tokens: int, num_seqs: int, kv_caches: list[KVCache], params: SamplingParams | None = None) -> None:
         """Run a prefill of `num_tokens` tokens, split evenly over `num_seqs`, and sample from all of them. A stage does so alone.
 
-        `kv_caches` needs only one block, whose contents become meaningless.
+        `kv_caches` needs only one block, whose contents become meaningless. `params` are by default those that take the most memory.
         """
-        request = EngineCoreRequest("profile", [], SamplingParams(temperature=1.0, top_p=0.9), max_num_tokens=num_tokens)
+        params = params or SamplingParams(temperature=1.0, top_p=0.9)
+        request = EngineCoreRequest("profile", [0], params, max_num_tokens=num_tokens)
         sequences = []
         for i in range(num_seqs):
             length = num_tokens // num_seqs + (i < num_tokens % num_seqs)
@@ -269,9 +272,7 @@ class ModelRunner:
             hidden = hidden if indices is None else hidden.index_select(0, indices)
             token_ids = self.model.choose(hidden, partial(choose_in_part, rows))
             return None if token_ids is None else PendingTokens(token_ids)
-        if (
-            logits is None or type(self.sampler) is not Sampler
-        ):  # the next step overwrites known ones, and another class may keep them
+        if logits is None:
             logits = self.model.compute_logits(hidden)
         if logits is None:
             return None

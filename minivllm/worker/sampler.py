@@ -116,7 +116,7 @@ class Sampler:
     def launch(self, logits: Tensor, rows: list[SamplingRow]) -> PendingTokens:
         """`sample`, without waiting for a device that computes beside the host."""
         ops = load_sampling_ops(logits.device)
-        logits = logits.float() if ops is None else logits  # the kernels take any dtype
+        logits = logits.float() if ops is None else as_kernels_take_them(logits)
         metadata = self._find_metadata(rows, logits)
         if ops is not None and self._token_counts is None:
             self._token_counts = TokenCounts(logits.shape[1], logits.device, ops)
@@ -158,6 +158,12 @@ def choose_by_kernels(ops: Ops, logits: Tensor, metadata: SamplingMetadata, posi
     columns, keys = metadata.columns, to_device(metadata.keys_at(positions), logits.device)
     thresholds = ops.filter_thresholds(logits, *columns) if metadata.has_filters else None
     return ops.draw(logits, columns.temperature, keys, thresholds)[1]
+
+
+def as_kernels_take_them(logits: Tensor) -> Tensor:
+    """The same logits, whatever a model of the user's returns: in one of three dtypes, and each row's next to each other."""
+    logits = logits if logits.dtype in (torch.float32, torch.bfloat16, torch.float16) else logits.float()
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -374,7 +380,8 @@ def exponential_noise(
     Each is a hash of its row's key and a token id, counted from `first`, so it is the same in any batch.
     """
     device = torch.device(device)
-    uniform = _load_ops(device).random_uniform(to_device(keys, device, torch.int32), vocab_size, first)
+    ops = Ops(load_platform_kernels(device), Checks.NONE)
+    uniform = ops.random_uniform(to_device(keys, device, torch.int32), vocab_size, first)
     return uniform.neg_().log1p_().neg_()
 
 
@@ -382,9 +389,4 @@ def exponential_noise(
 def load_sampling_ops(device: torch.device) -> Ops | None:
     """The operations of a device that has kernels for sampling: a GPU. None for a CPU, on which the functions of this module are faster."""
     kernels = load_platform_kernels(device)
-    return Ops(kernels, Checks.NONE) if kernels is not reference and hasattr(kernels, "draw") else None
-
-
-@functools.cache
-def _load_ops(device: torch.device) -> Ops:
-    return Ops(load_platform_kernels(device), Checks.NONE)
+    return Ops(kernels, Checks.SHAPES) if kernels is not reference and hasattr(kernels, "draw") else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 
@@ -91,6 +92,8 @@ class SwapStream:
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))  # 1: for all GPUs
         if error:
+            with contextlib.suppress(RuntimeError):  # CUDA tells its next caller of the error, too
+                torch.zeros(1, device=self._gpu_blocks.device)
             raise ConfigError(
                 f"The system did not lock {memory.nbytes / 2**30:,.1f} GiB of host memory for swapped blocks (CUDA error {error}): "
                 f"lower swap_space, or use preemption_mode='recompute'."

@@ -21,6 +21,7 @@ from minivllm.layers.platform import Platform
 from minivllm.models.compiled_llama import CompiledLlama, compile_model
 from minivllm.models.fused_attention import fuse_attention
 from minivllm.models.weights import load_model
+from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
 from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
@@ -33,8 +34,15 @@ CPU_PROFILE_TOKENS = 256
 CPU_PROFILE_SEQS = 16
 """Sizes of the two profiling runs on a CPU: tokens of a prompt, and sequences to sample from."""
 
-GPU_WARM_UP_TOKENS = 1024
-"""Of a prompt that is computed once before memory is measured, on a GPU."""
+WARM_UP_TOKENS = 1024
+"""Of a prompt that is long enough for the attention kernel of long prompts."""
+WARM_UP_PARAMS = (
+    SamplingParams(temperature=0),
+    SamplingParams(top_p=0.9),
+    SamplingParams(temperature=0, presence_penalty=1.0),  # logits in float32
+    SamplingParams(top_p=0.9, presence_penalty=1.0),
+)
+"""Kinds of sampling that have kernels of their own."""
 
 CPU_CACHE_LIMIT = 4 * 2**30
 """The default limit of the cache on a CPU, in bytes: a laptop runs other programs, too."""
@@ -131,7 +139,7 @@ class Worker:
         return num_gpu_blocks, num_cpu_blocks
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        """Allocate the KV cache, and capture CUDA graphs if decode steps use them.
+        """Allocate the KV cache. On a GPU, compile the kernels of all kinds of steps, and capture CUDA graphs if steps use them.
 
         Raises:
             ConfigError: There is not enough memory.
@@ -143,9 +151,23 @@ class Worker:
         self.cache_engine = CacheEngine(
             self.rank_config, self.cache_config.block_size, num_gpu_blocks, num_cpu_blocks, self.platform
         )
+        if self.device.type == "cuda":
+            self._warm_up()
         if self._uses_graphs():
-            limits = self.scheduler_config.max_num_seqs, self.scheduler_config.max_num_batched_tokens
-            self.model_runner.capture_graphs(self.cache_engine.gpu_cache, *limits)
+            self.model_runner.capture_graphs(self.cache_engine.gpu_cache, self.scheduler_config.max_num_seqs, self._max_tokens())
+
+    def _warm_up(self) -> None:
+        """Run what compiles kernels of its own: a request should not wait for a compiler."""
+        caches, num_tokens = self.cache_engine.gpu_cache, min(self._max_tokens(), self.model_config.max_model_len)
+        for params in WARM_UP_PARAMS:
+            self.model_runner.profile_run(1, 1, caches, params)
+        self.model_runner.profile_run(min(num_tokens, WARM_UP_TOKENS), 1, caches)
+        self.cache_engine.copy([(0, 0)])
+
+    def _max_tokens(self) -> int:
+        """The most tokens of a step."""
+        config = self.scheduler_config
+        return min(config.max_num_batched_tokens, config.max_num_seqs * self.model_config.max_model_len)
 
     def execute_model(self, request: ExecuteModelRequest) -> list[SequenceOutput]:
         """Move blocks as the scheduler says, then run the step. Only the last stage has results.
@@ -227,7 +249,7 @@ class Worker:
         """Bytes of the usable memory that the weights and the largest step leave."""
         self._check_host_memory(1)
         max_num_seqs, max_model_len = self.scheduler_config.max_num_seqs, self.model_config.max_model_len
-        max_tokens = min(self.scheduler_config.max_num_batched_tokens, max_num_seqs * max_model_len)
+        max_tokens = self._max_tokens()
         max_rows = min(max_num_seqs * (1 + self.scheduler_config.num_speculative_tokens), max_tokens)  # of logits
         # More blocks than all sequences together can fill would be useless.
         useful = max_num_seqs * -(-max_model_len // self.cache_config.block_size) * self.block_bytes
@@ -236,8 +258,6 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-            # A long prompt first: it has attention kernels of its own, which are compiled now and not when a request comes.
-            runner.profile_run(min(max_tokens, max_model_len, GPU_WARM_UP_TOKENS), 1, one_block)
             runner.profile_run(max_tokens, max_rows, one_block)
             peak = torch.cuda.max_memory_allocated(self.device)
             torch.cuda.empty_cache()

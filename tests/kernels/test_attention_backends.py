@@ -253,7 +253,7 @@ def test_graph_sizes_cover_every_batch():
     assert sizes(True, 1000, 8192)[-1] == MAX_DECODES
     assert sizes(False, 4, 20) == [20]
     assert sizes(False, 4, 200) == [32, 48, 64, 96, 128, 192, 200]
-    assert sizes(False, 4, 8192)[-2:] == [768, MAX_TOKENS]
+    assert sizes(False, 4, 8192)[-5:] == [512, 640, 768, 896, MAX_TOKENS]
     assert graph_sizes(7, 200)[-1].num_tokens == 200, "the largest is captured first"
 
 
@@ -283,7 +283,8 @@ def test_a_padded_decode_gives_the_same_and_writes_nothing_more(tiny_folder, bac
             tensor.copy_(old)
         runner.graphs = graphs
         packed = runner.prepare_inputs(scheduled, num_blocks=20)
-        assert graphs.inputs.holds(packed) and not graphs.inputs.holds(inputs)
+        assert packed.graph_size == GraphSize(6 if len(lens) > 4 else 4 if len(lens) > 2 else len(lens), True)
+        assert inputs.graph_size is None
         padded = graphs.inputs.unpack(GraphSize(6, is_decode=True))
         hidden = runner.model(padded.input_ids, padded.positions, caches, padded.metadata)
         assert torch.allclose(hidden[: len(lens)], expected, atol=1e-5)
@@ -300,7 +301,7 @@ def test_only_steps_that_fit_are_replayed(tiny_folder):  # noqa: F811
     def can_run(num_seqs, num_tokens, num_blocks):
         seq = Sequence(0, Request(EngineCoreRequest("a", [1] * num_tokens, SamplingParams(), max_num_tokens=40)))
         item = ScheduledSequence(seq, num_tokens, list(range(num_blocks))).to_data()
-        return runner.graphs.inputs.holds(runner.prepare_inputs([item] * num_seqs, num_blocks=20))
+        return runner.prepare_inputs([item] * num_seqs, num_blocks=20).graph_size is not None
 
     assert can_run(1, 1, 1)
     assert can_run(2, 1, 3)

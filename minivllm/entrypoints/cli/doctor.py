@@ -96,7 +96,7 @@ def _triton(has_gpu: bool) -> str:
 def _model(has_gpu: bool, backend: str) -> str:
     """How a model's layers run."""
     if has_gpu and backend == "triton":
-        return "decode steps replay CUDA graphs; LLM(enforce_eager=True) runs the code in minivllm/models as it is written"
+        return "decodes, and small steps with prompts, replay CUDA graphs; LLM(enforce_eager=True) runs the code in minivllm/models as it is written"
     if backend == "cpu":
         return "Llama's layers run as one compiled call; LLM(enforce_eager=True) runs minivllm/models/llama.py as it is written"
     return "runs as it is written in minivllm/models"
