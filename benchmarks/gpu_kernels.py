@@ -38,6 +38,7 @@ BANDWIDTH_GOAL = 0.85
 """Share of the copy bandwidth."""
 PREFILL_GOALS = {(1, 8192): 500, (16, 1024): 350}
 """TFLOP/s."""
+VOCAB_SIZE = 151_936
 SAMPLING_GOAL = 0.5
 """Milliseconds for a step's rows."""
 
@@ -149,18 +150,21 @@ def memory_cases() -> dict[str, tuple[Callable[[], object], int]]:
 
 
 def sampling_cases() -> dict[str, Callable[[], object]]:
-    """Choosing a token for each row of logits: 256 rows of a vocabulary as large as Qwen3's."""
+    """Choosing a token for each row of logits: rows of a vocabulary as large as Qwen3's."""
     from minivllm.kernels import triton
 
-    num_rows, vocab_size = 256, 151_936
-    logits = random(num_rows, vocab_size) * 3
+    vocab_size = VOCAB_SIZE
+    peaked, flat = random(256, vocab_size) * 3, random(256, vocab_size) * 0.1
+    all_keys = torch.randint(-(2**31), 2**31, (256,), device="cuda").to(torch.int32)
 
-    def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((num_rows,), value, dtype=dtype, device="cuda")
+    def case(
+        temperature: float, top_k: int = vocab_size, top_p: float = 1.0, logits: Tensor = peaked, num_rows: int = 256
+    ) -> Callable[[], object]:
+        logits, keys = logits[:num_rows], all_keys[:num_rows]
 
-    keys = torch.randint(-(2**31), 2**31, (num_rows,), device="cuda").to(torch.int32)
+        def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((num_rows,), value, dtype=dtype, device="cuda")
 
-    def case(temperature: float, top_k: int = vocab_size, top_p: float = 1.0) -> Callable[[], object]:
         temperatures, filters = column(temperature), (column(0.0), column(top_k, torch.int64), column(top_p))
 
         def sample() -> object:
@@ -171,11 +175,13 @@ def sampling_cases() -> dict[str, Callable[[], object]]:
         return sample
 
     return {
-        "greedy": case(0.0),
-        "temperature 0.6": case(0.6),
-        "top-k 20": case(0.6, top_k=20),
-        "top-p 0.95": case(0.6, top_p=0.95),
-        "top-k 20, top-p 0.95": case(0.6, top_k=20, top_p=0.95),
+        "256 rows, greedy": case(0.0),
+        "256 rows, temperature 0.6": case(0.6),
+        "256 rows, top-k 20": case(0.6, top_k=20),
+        "256 rows, top-p 0.95": case(0.6, top_p=0.95),
+        "256 rows, top-k 20, top-p 0.95": case(0.6, top_k=20, top_p=0.95),
+        "256 flat rows, top-p 0.95": case(1.0, top_p=0.95, logits=flat),  # most of the vocabulary stays: the longest search
+        "1 row, top-p 0.95": case(0.6, top_p=0.95, num_rows=1),
     }
 
 
@@ -261,10 +267,10 @@ def main() -> None:
         ms = milliseconds(function)
         goal = BANDWIDTH_GOAL * bandwidth if name in ("reshape_and_cache", "rms_norm", "add_rms_norm", "silu_and_mul") else 0
         report(name, ms, num_bytes / ms / 1e6, "GB/s", bandwidth, goal)
-    num_bytes = 256 * 151_936 * 2  # the logits, once
     for name, function in sampling_cases().items():
         ms = milliseconds(function)
-        report(f"sampling, 256 x 151,936, {name}", ms, num_bytes / ms / 1e6, "GB/s", bandwidth, num_bytes / SAMPLING_GOAL / 1e6)
+        num_bytes = int(name.split()[0]) * VOCAB_SIZE * 2  # the logits, once
+        report(f"sampling, {name}", ms, num_bytes / ms / 1e6, "GB/s", bandwidth, num_bytes / SAMPLING_GOAL / 1e6)
     for case in PREFILL_CASES:
         function, operations = prefill_case(*case)
         ms = milliseconds(function)

@@ -15,6 +15,10 @@ from minivllm.worker import choice_in_parts, sampler
 from minivllm.worker.choice_in_parts import choose_in_part
 
 
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="compares with a CPU, on tensors of the CPU")
+
+
+@on_a_cpu
 @given(seeds, st.lists(st.sampled_from([*KINDS, SamplingParams(top_k=5, top_p=0.8)]), min_size=1, max_size=4))
 @settings(max_examples=6)
 def test_kernels_choose_what_torch_chooses(seed, params):
@@ -31,9 +35,11 @@ def test_kernels_choose_what_torch_chooses(seed, params):
     assert chosen == sample(rounded, rows)
 
 
-def test_kernels_may_choose_in_parts_too(monkeypatch):
+@on_a_cpu
+@pytest.mark.parametrize("temperatures", [(0.0, 0.7, 1.9), (1, 1, 2)], ids=["floats", "integers"])
+def test_kernels_may_choose_in_parts_too(monkeypatch, temperatures):
     pytest.importorskip("triton")
-    params = [SamplingParams(temperature=t) for t in (0.0, 0.7, 1.9)]
+    params = [SamplingParams(temperature=t) for t in temperatures]
     rows = [make_row(each, seed=i) for i, each in enumerate(params)]
     logits = random_logits(1, rows=3, vocab_size=900)
     expected = choose_in_part(rows, logits[:, 400:], 400)
@@ -43,7 +49,7 @@ def test_kernels_may_choose_in_parts_too(monkeypatch):
     torch.testing.assert_close(scores, expected[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="compares with a CPU")
+@on_a_cpu
 def test_an_engine_with_kernels_has_the_tokens_of_one_without(tiny_llama, monkeypatch):
     pytest.importorskip("triton")
     wishes = [

@@ -179,23 +179,14 @@ def _filter_thresholds(
         candidates_row = candidates_ptr + row * CANDIDATES
         if top_k < vocab_size:
             threshold, num_left = _search(
-                row_ptr,
-                candidates_row,
-                vocab_size,
-                num_left,
-                threshold,
-                highest,
-                1.0,
-                top_k.to(tl.float32),
-                0.0,
-                True,
-                ROWS,
-                WIDTH,
-            )
+                row_ptr, candidates_row, vocab_size, num_left, threshold, highest,
+                unit=1.0, number=top_k.to(tl.float32), share=0.0, COUNT=True, ROWS=ROWS, WIDTH=WIDTH,
+            )  # fmt: skip
         if top_p < 1:
             threshold, num_left = _search(
-                row_ptr, candidates_row, vocab_size, num_left, threshold, highest, temperature, 0.0, top_p, False, ROWS, WIDTH
-            )
+                row_ptr, candidates_row, vocab_size, num_left, threshold, highest,
+                unit=temperature, number=0.0, share=top_p, COUNT=False, ROWS=ROWS, WIDTH=WIDTH,
+            )  # fmt: skip
     tl.store(out_ptr + row, threshold)
 
 
