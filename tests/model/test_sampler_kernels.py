@@ -14,7 +14,6 @@ from minivllm.kernels.ops import Ops, load_triton
 from minivllm.worker import choice_in_parts, sampler
 from minivllm.worker.choice_in_parts import choose_in_part
 
-
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="compares with a CPU, on tensors of the CPU")
 
 
