@@ -37,6 +37,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
         "_race",
         "_find_winner",
         "_filter_thresholds",
+        "_penalize",
         "_unpack_inputs",
         "write_kernel",
         "prefill_kernel",

@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from minivllm.course.lessons import paged_kernels
 from minivllm.kernels import triton as kernels
-from minivllm.kernels.triton import cache, decode_attention, prefill_attention, rope_and_cache, rows, sampling
+from minivllm.kernels.triton import cache, decode_attention, penalties, prefill_attention, rope_and_cache, rows, sampling
 
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may use on a Hopper GPU."""
@@ -82,7 +82,7 @@ def report(name, kernel):
 run = JITFunction.run
 JITFunction.run = compile_only
 driver.set_active(PretendedDriver())
-for module in (cache, decode_attention, prefill_attention, rope_and_cache, rows, sampling):
+for module in (cache, decode_attention, penalties, prefill_attention, rope_and_cache, rows, sampling):
     module.check_launch = lambda *args: None  # the tensors lie on the CPU; nothing will touch them
 
 
@@ -120,6 +120,8 @@ def compile_sampling(dtype, vocab_size):
     logits, column = torch.zeros(3, vocab_size, dtype=dtype), torch.ones(3)
     keys, top_k = torch.zeros(3, dtype=torch.int32), torch.full((3,), vocab_size)
     kernels.random_uniform(keys, vocab_size)
+    counts, places = torch.zeros(3, vocab_size, dtype=torch.int32), torch.arange(3)
+    kernels.penalize(logits.float(), places, counts, places, column, column, column)
     for thresholds in (None, kernels.filter_thresholds(logits, column, column, top_k, column)):
         kernels.draw(logits, column, keys, thresholds)
 
