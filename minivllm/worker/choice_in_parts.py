@@ -47,8 +47,8 @@ def choose_in_part(rows: list[SamplingRow], logits: Tensor, first: int) -> tuple
     """
     ops = load_sampling_ops(logits.device)
     if ops is not None:
-        temperatures = [0.0 if row.params.is_greedy else row.params.temperature for row in rows]
-        keys, temperature = to_device(random_keys(rows), logits.device), to_device(temperatures, logits.device, torch.float32)
+        of_rows = [0.0 if row.params.is_greedy else row.params.temperature for row in rows]
+        keys, temperature = to_device(random_keys(rows), logits.device), to_device(of_rows, logits.device, torch.float32)
         best, places = ops.draw(as_kernels_take_them(logits), temperature, keys, None, first)
         return best.double(), places + first
     logits = logits.float()
