@@ -380,8 +380,7 @@ def exponential_noise(
     Each is a hash of its row's key and a token id, counted from `first`, so it is the same in any batch.
     """
     device = torch.device(device)
-    ops = Ops(load_platform_kernels(device), Checks.NONE)
-    uniform = ops.random_uniform(to_device(keys, device, torch.int32), vocab_size, first)
+    uniform = _load_ops(device).random_uniform(to_device(keys, device, torch.int32), vocab_size, first)
     return uniform.neg_().log1p_().neg_()
 
 
@@ -390,3 +389,8 @@ def load_sampling_ops(device: torch.device) -> Ops | None:
     """The operations of a device that has kernels for sampling: a GPU. None for a CPU, on which the functions of this module are faster."""
     kernels = load_platform_kernels(device)
     return Ops(kernels, Checks.SHAPES) if kernels is not reference and hasattr(kernels, "draw") else None
+
+
+@functools.cache
+def _load_ops(device: torch.device) -> Ops:
+    return Ops(load_platform_kernels(device), Checks.NONE)
