@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import math
 import random
 import statistics
 import sys
@@ -85,7 +86,7 @@ class Scale:
 
 REAL = Scale(QWEN3, {"dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 256}, 256, 1024, {32: 96, 256: 384}, 512, 256)
 REHEARSAL = Scale(
-    TINY, {"device": "cpu", "max_model_len": 256, "max_num_seqs": 64, "num_gpu_blocks_override": 2048}, 6, 104, {4: 6}, 12, 6
+    TINY, {"device": "cpu", "max_model_len": 256, "max_num_seqs": 64, "num_gpu_blocks_override": 2048}, 6, 104, {4: 6}, 12, 24
 )
 
 
@@ -97,7 +98,7 @@ class Row:
         name: The workload.
         tokens_per_second: Of each round.
         share: Of the limit, or of the engine's own rate.
-        p50, p95: Inter-token latencies over HTTP, in milliseconds.
+        p50, p95: Inter-token latencies over HTTP, in milliseconds; None if all tokens of each answer came together.
         goal, met: In words, and whether it was met; empty and None where there is none.
     """
 
@@ -258,11 +259,18 @@ def measure_http(folder: Path, scale: Scale, alone: dict[int, float], budget: in
             row = Row(f"HTTP, {num_streams} streams{'' if budget is None else f', {budget} tokens a step'}")
             row.tokens_per_second = [result.output_tokens_per_second for result in measured]
             row.share = row.median / rate
-            row.p50, row.p95 = (1e3 * statistics.median(getattr(r.itl, name) for r in measured) for name in ("p50", "p95"))
+            row.p50, row.p95 = (median_ms([getattr(result.itl, name) for result in measured]) for name in ("p50", "p95"))
             row.goal = f"share {HTTP_GOAL}, p95 at most {ITL_GOAL:g} x p50"
-            row.met = row.share >= HTTP_GOAL and row.p95 <= ITL_GOAL * row.p50
+            if row.p50 is not None and row.p95 is not None:
+                row.met = row.share >= HTTP_GOAL and row.p95 <= ITL_GOAL * row.p50
             rows.append(row)
     return rows
+
+
+def median_ms(seconds: list[float]) -> float | None:
+    """In milliseconds; None if it was measured in no round, because all tokens of each answer came together."""
+    measured = [time for time in seconds if not math.isnan(time)]
+    return 1e3 * statistics.median(measured) if measured else None
 
 
 async def load_server(base_url: str, requests: list[WorkloadRequest], num_streams: int) -> ServingResult:

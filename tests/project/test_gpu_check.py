@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
+import gpu_engine
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -134,5 +136,11 @@ def test_the_engines_benchmark_runs(tmp_path):
     assert rows["256 requests, greedy"]["share"] == pytest.approx(
         rows["256 requests, greedy"]["tokens_per_second"][0] / result["limit_tokens_per_second"]
     )
-    assert rows["HTTP, 4 streams, 300 tokens a step"]["p95"] >= rows["HTTP, 4 streams, 300 tokens a step"]["p50"] > 0
+    http = rows["HTTP, 4 streams, 300 tokens a step"]
+    assert http["p50"] is None or http["p95"] >= http["p50"] > 0  # on a busy machine, all tokens of an answer can come together
     assert "these figures mean nothing" in done.stdout
+
+
+def test_latencies_that_were_not_measured_are_none():
+    assert gpu_engine.median_ms([0.002, math.nan, 0.004]) == pytest.approx(3.0)
+    assert gpu_engine.median_ms([math.nan]) is None
