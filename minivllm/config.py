@@ -14,6 +14,8 @@ from minivllm.config_checks import check_at_least as check_at_least
 from minivllm.config_checks import check_choice as check_choice
 from minivllm.errors import ConfigError
 from minivllm.parallel_config import EXECUTOR_BACKENDS as EXECUTOR_BACKENDS
+from minivllm.parallel_config import PLACEMENT_STRATEGIES as PLACEMENT_STRATEGIES
+from minivllm.parallel_config import REPLICA_BACKENDS as REPLICA_BACKENDS
 from minivllm.parallel_config import ROUTINGS as ROUTINGS
 from minivllm.parallel_config import ParallelConfig as ParallelConfig
 
@@ -257,10 +259,23 @@ class EngineArgs:
     )
     distributed_executor_backend: str | None = _arg(
         None,
-        'Where workers run: "uni", one in the engine\'s process, or "mp", in processes of their own. None: "uni" if there is one.',
+        'Where workers run: "uni", one in the engine\'s process, "mp", in processes of their own, or "ray", as actors of a Ray cluster. '
+        'None: "uni" if there is one, else "mp".',
+    )
+    ray_address: str | None = _arg(
+        None,
+        "Address of a Ray cluster's head node, such as 10.0.0.1:6379. None: RAY_ADDRESS, or the cluster on this machine, or a new one.",
+    )
+    ray_placement_strategy: str = _arg(
+        "PACK",
+        'How Ray places the workers: "PACK", on as few nodes as can be, "SPREAD", on as many, "STRICT_PACK", on one, or "STRICT_SPREAD", '
+        "each on another.",
     )
     data_parallel_size: int = _arg(
         1, "Number of replicas of the model, each in a process of its own with its own KV cache. On a CPU they share the cores."
+    )
+    data_parallel_backend: str = _arg(
+        "mp", 'What starts the replicas: "mp", this machine and `minivllm serve --headless` on others, or "ray", a Ray cluster.'
     )
     data_parallel_size_local: int | None = _arg(
         None,

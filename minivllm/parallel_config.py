@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from minivllm.config_checks import check_at_least, check_choice
 from minivllm.errors import ConfigError
 
-EXECUTOR_BACKENDS = ("uni", "mp")
+EXECUTOR_BACKENDS = ("uni", "mp", "ray")
+REPLICA_BACKENDS = ("mp", "ray")
+PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 ROUTINGS = ("least-loaded", "prefix-aware", "round-robin")
 
 
@@ -22,7 +24,10 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     pp_layer_partition: str | None = None
     distributed_executor_backend: str | None = None
+    ray_address: str | None = None
+    ray_placement_strategy: str = "PACK"
     data_parallel_size: int = 1
+    data_parallel_backend: str = "mp"
     data_parallel_size_local: int | None = None
     data_parallel_start_rank: int = 0
     data_parallel_address: str = "127.0.0.1"
@@ -53,13 +58,15 @@ class ParallelConfig:
                 f"{self.data_parallel_size}: raise it, or lower data_parallel_start_rank or data_parallel_size_local."
             )
         check_choice("data_parallel_routing", self.data_parallel_routing, ROUTINGS)
+        check_choice("data_parallel_backend", self.data_parallel_backend, REPLICA_BACKENDS)
+        check_choice("ray_placement_strategy", self.ray_placement_strategy, PLACEMENT_STRATEGIES)
         if self.distributed_executor_backend is not None:
             check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTOR_BACKENDS)
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if self.distributed_executor_backend == "uni" and getattr(self, name) > 1:
                 raise ConfigError(
                     f"distributed_executor_backend is 'uni', one worker in the engine's process, but {name} is "
-                    f"{getattr(self, name)}: use 'mp', or leave it out."
+                    f"{getattr(self, name)}: use 'mp' or 'ray', or leave it out."
                 )
 
     def _check_partition(self) -> None:
@@ -106,4 +113,4 @@ class ParallelConfig:
     @property
     def uses_processes(self) -> bool:
         """Whether workers run in processes of their own."""
-        return self.world_size > 1 or self.distributed_executor_backend == "mp"
+        return self.world_size > 1 or self.distributed_executor_backend in ("mp", "ray")

@@ -287,7 +287,7 @@ def test_a_start_that_fails_says_which_rank_and_why(tiny_llama):
             {"distributed_executor_backend": "uni"},
             "distributed_executor_backend is 'uni', one worker .* tensor_parallel_size is 2",
         ),
-        ({"distributed_executor_backend": "ray"}, "must be one of 'uni', 'mp'"),
+        ({"distributed_executor_backend": "rai"}, "must be one of 'uni', 'mp', 'ray'"),
     ],
 )
 def test_bad_options_are_told(tiny_llama, options, words):

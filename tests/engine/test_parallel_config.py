@@ -45,7 +45,7 @@ def config_of(folder, **options):
         ({"pipeline_parallel_size": 3}, "pipeline_parallel_size is 3, but .* has 2 layers, and each stage needs one: use at most 2"),
         (
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"},
-            "'uni', one worker in the engine's process, but pipeline_parallel_size is 2: use 'mp'",
+            "'uni', one worker in the engine's process, but pipeline_parallel_size is 2: use 'mp' or 'ray'",
         ),
         ({"pp_layer_partition": "1,1"}, "'1,1', for 2 stages, but pipeline_parallel_size is 1: give one number of layers for each stage"),
         ({"pipeline_parallel_size": 2, "pp_layer_partition": "2"}, "'2', for 1 stage, but pipeline_parallel_size is 2"),

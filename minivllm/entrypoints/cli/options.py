@@ -13,9 +13,11 @@ from minivllm.config import (
     EXECUTOR_BACKENDS,
     GENERATION_CONFIGS,
     LOAD_FORMATS,
+    PLACEMENT_STRATEGIES,
     POLICIES,
     PREEMPTION_MODES,
     QUANTIZATIONS,
+    REPLICA_BACKENDS,
     ROUTINGS,
     EngineArgs,
 )
@@ -31,6 +33,8 @@ _CHOICES = {
     "scheduling_policy": POLICIES,
     "preemption_mode": PREEMPTION_MODES,
     "distributed_executor_backend": EXECUTOR_BACKENDS,
+    "ray_placement_strategy": PLACEMENT_STRATEGIES,
+    "data_parallel_backend": REPLICA_BACKENDS,
     "data_parallel_routing": ROUTINGS,
 }
 _NOT_ON_THE_COMMAND_LINE = {

@@ -1,0 +1,160 @@
+"""A Ray cluster: connecting to it, reserving places for actors, and what their processes inherit. Ray is imported only when it is asked for.
+
+Mirrors `vllm/v1/executor/ray_utils.py` and `vllm/ray/ray_env.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from minivllm import OPENMP_SPINS
+from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+COPIED_VARIABLES = ("MINIVLLM_", "HF_", "NCCL_", "GLOO_", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "NUMBA_CPU_NAME")
+"""Environment variables that begin like this are those of the driver in all actors."""
+SECONDS_FOR_PLACES = 60.0
+"""How long to wait for places that the cluster has, but others use."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A bundle of a placement group, and the node that holds it."""
+
+    bundle: int
+    node_id: str
+    ip: str
+
+
+def import_ray() -> ModuleType:
+    """The module.
+
+    Raises:
+        ConfigError: Ray is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            f"Ray is not installed here ({error}): `pip install 'minivllm[ray]'`, or use the backend 'mp'."
+        ) from None
+    return ray
+
+
+def connect(address: str | None = None) -> None:
+    """Connect this process to a cluster, unless it is connected.
+
+    Args:
+        address: Of the head node, such as "10.0.0.1:6379". None: RAY_ADDRESS says it, or a cluster runs on this machine, or one is started here, for
+            as long as this process runs.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no cluster at the address.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        return
+    quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
+    wanted = address or os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(address=wanted or "auto", **quiet)
+    except ConnectionError as error:
+        if wanted:
+            reason = str(error).split("\n")[0].rstrip(".")
+            raise ConfigError(f"There is no Ray cluster at {wanted} ({reason}): `ray start --head` starts one.") from None
+        ray.init(include_dashboard=False, **quiet)
+
+
+def environment_of_actors(num_threads: int | None = None) -> dict[str, str]:
+    """Environment variables for an actor, as `runtime_env={"env_vars": …}`: some of this process, and the number of threads to compute with."""
+    environment = {name: value for name, value in os.environ.items() if name.startswith(COPIED_VARIABLES)}
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
+        environment["GOMP_SPINCOUNT"] = OPENMP_SPINS
+    if num_threads is not None:
+        environment |= {"OMP_NUM_THREADS": str(num_threads), "NUMBA_NUM_THREADS": str(num_threads)}
+    return environment
+
+
+def resources_of_worker(device: str) -> dict[str, float]:
+    """What a worker takes of its node: a GPU if it computes on one, and a processor."""
+    ray = import_ray()
+    on_gpu = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+    return {"GPU": 1.0, "CPU": 1.0} if on_gpu else {"CPU": 1.0}
+
+
+def reserve(
+    bundles: Sequence[dict[str, float]], strategy: str, timeout: float = SECONDS_FOR_PLACES
+) -> tuple[PlacementGroup, list[Place]]:
+    """A placement group with these bundles, and where they are: this process's node first, then the nodes with most bundles.
+
+    Raises:
+        ConfigError: The cluster has too little for them, or did not have it within `timeout` seconds.
+    """
+    ray = import_ray()
+    group = ray.util.placement_group(list(bundles), strategy=strategy)
+    deadline = time.monotonic() + timeout
+    while not group.wait(0.2):
+        wanted, has = _total(bundles), ray.cluster_resources()
+        if any(has.get(name, 0) < amount for name, amount in wanted.items()) or time.monotonic() > deadline:
+            free = ray.available_resources()
+            ray.util.remove_placement_group(group)
+            raise ConfigError(
+                f"The Ray cluster cannot place {len(bundles)} workers ({strategy}), which need {_describe(wanted, wanted)}: it has "
+                f"{_describe(has, wanted)} on {_count(len(_nodes()), 'node')}, of which {_describe(free, wanted)} are free. Add nodes, or use fewer workers."
+            )
+    return group, find_places(group)
+
+
+def find_places(group: PlacementGroup) -> list[Place]:
+    """The bundles of a placement group that is ready, in the order of ranks: as for `reserve`."""
+    ray = import_ray()
+    nodes, here = _nodes(), ray.get_runtime_context().get_node_id()
+    table = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    places = [Place(bundle, node_id, nodes[node_id]) for bundle, node_id in table.items()]
+    sizes = Counter(place.node_id for place in places)
+    return sorted(places, key=lambda place: (place.node_id != here, -sizes[place.node_id], place.ip, place.node_id, place.bundle))
+
+
+def num_cpus_of_node(node_id: str) -> int:
+    """How many processors Ray has on a node; at least 1."""
+    ray = import_ray()
+    found = next((node for node in ray.nodes() if node["NodeID"] == node_id), {"Resources": {}})
+    return max(1, int(found["Resources"].get("CPU", 1)))
+
+
+def interface_of(ip: str) -> str | None:
+    """The network interface of this machine that has an address; None if there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == ip for address in addresses):
+            return name
+    return None
+
+
+def _nodes() -> dict[str, str]:
+    """The addresses of the nodes that are alive, by their ids."""
+    ray = import_ray()
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def _total(bundles: Sequence[dict[str, float]]) -> dict[str, float]:
+    return dict(functools.reduce(lambda total, bundle: total + Counter(bundle), bundles, Counter[str]()))
+
+
+def _describe(resources: dict[str, Any], names: dict[str, float]) -> str:
+    return " and ".join(f"{resources.get(name, 0):g} {name}" for name in names)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
