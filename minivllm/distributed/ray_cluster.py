@@ -94,25 +94,24 @@ def resources_of_worker(device: str) -> dict[str, float]:
     return {"GPU": 1.0, "CPU": 1.0} if on_gpu else {"CPU": 1.0}
 
 
-def reserve(
-    bundles: Sequence[dict[str, float]], strategy: str, timeout: float = SECONDS_FOR_PLACES
-) -> tuple[PlacementGroup, list[Place]]:
+def reserve(bundles: Sequence[dict[str, float]], strategy: str) -> tuple[PlacementGroup, list[Place]]:
     """A placement group with these bundles, and where they are: this process's node first, then the nodes with most bundles.
 
     Raises:
-        ConfigError: The cluster has too little for them, or did not have it within `timeout` seconds.
+        ConfigError: The cluster has too little for them, or it was not free within `SECONDS_FOR_PLACES`.
     """
     ray = import_ray()
     group = ray.util.placement_group(list(bundles), strategy=strategy)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + SECONDS_FOR_PLACES
     while not group.wait(0.2):
-        wanted, has = _total(bundles), ray.cluster_resources()
-        if any(has.get(name, 0) < amount for name, amount in wanted.items()) or time.monotonic() > deadline:
+        wanted, has, nodes = _total(bundles), ray.cluster_resources(), _nodes()
+        is_hopeless = any(has.get(name, 0) < amount for name, amount in wanted.items())
+        if is_hopeless or (strategy == "STRICT_SPREAD" and len(bundles) > len(nodes)) or time.monotonic() > deadline:
             free = ray.available_resources()
             ray.util.remove_placement_group(group)
             raise ConfigError(
                 f"The Ray cluster cannot place {len(bundles)} workers ({strategy}), which need {_describe(wanted, wanted)}: it has "
-                f"{_describe(has, wanted)} on {_count(len(_nodes()), 'node')}, of which {_describe(free, wanted)} are free. Add nodes, or use fewer workers."
+                f"{_describe(has, wanted)} on {_count(len(nodes), 'node')}, of which {_describe(free, wanted)} are free. Add nodes, or use fewer workers."
             )
     return group, find_places(group)
 

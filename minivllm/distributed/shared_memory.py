@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+from pathlib import Path
 
 LINE_BYTES = 128
 """Each process writes to cache lines of its own: sharing them would slow down the others' reads. Processors fetch two lines of 64 bytes at
@@ -41,15 +42,49 @@ def keep_off_standard_streams(descriptor: int) -> int:
     return higher
 
 
+class NamedMemory:
+    """Memory that processes of one machine share which do not inherit from each other: whoever comes first makes it.
+
+    Once all have opened it, one should `unlink` it, so that it disappears with the last of these processes.
+
+    Args:
+        name: A new one, such as a UUID.
+    """
+
+    def __init__(self, name: str) -> None:
+        folder = Path("/dev/shm")
+        self._path = (folder if folder.is_dir() else Path(tempfile.gettempdir())) / f"minivllm-{name}"
+
+    def open(self, num_bytes: int) -> int:
+        """Zeros, or what others have written, as a file descriptor."""
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(descriptor, num_bytes)
+        return keep_off_standard_streams(descriptor)
+
+    def unlink(self) -> None:
+        """Remove the name. Safe to call again."""
+        self._path.unlink(missing_ok=True)
+
+
 def create_group_memory(world_size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
     """Memory for a `SharedMemoryGroup`, as a file descriptor for its processes to inherit."""
-    return create_shared_memory(group_header_bytes(world_size) + 2 * world_size * buffer_bytes)
+    return create_shared_memory(group_memory_bytes(world_size, buffer_bytes))
 
 
 def create_pipeline_memory(num_stages: int, pipe_bytes: int = PIPE_BYTES) -> int:
-    """Memory for a `SharedMemoryPipeline`, as a file descriptor for its processes to inherit: a pipe between each two neighbours."""
+    """Memory for a `SharedMemoryPipeline`, as a file descriptor for its processes to inherit."""
+    return create_shared_memory(pipeline_memory_bytes(num_stages, pipe_bytes))
+
+
+def group_memory_bytes(world_size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
+    """Size of the memory of a `SharedMemoryGroup`."""
+    return group_header_bytes(world_size) + 2 * world_size * buffer_bytes
+
+
+def pipeline_memory_bytes(num_stages: int, pipe_bytes: int = PIPE_BYTES) -> int:
+    """Size of the memory of a `SharedMemoryPipeline`: a pipe between each two neighbours."""
     num_pipes = num_stages - 1
-    return create_shared_memory(group_header_bytes(2 * num_pipes) + num_pipes * pipe_bytes)
+    return group_header_bytes(2 * num_pipes) + num_pipes * pipe_bytes
 
 
 def group_header_bytes(world_size: int) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.distributed.meeting import Meeting
 from minivllm.distributed.parallel_state import GroupCoordinator, SingleRank
 from minivllm.distributed.partition import Stage
 from minivllm.distributed.pipeline import PipelineGroup, SingleStage
@@ -143,41 +144,51 @@ class TorchPipeline(PipelineGroup):
 
 
 def join_groups(
-    rank: int, parallel_config: ParallelConfig, device: torch.device, group_memory: int, pipeline_memory: int, port: int
+    rank: int, parallel_config: ParallelConfig, device: torch.device, group_memory: int, pipeline_memory: int, meeting: Meeting
 ) -> tuple[GroupCoordinator, PipelineGroup]:
-    """The tensor-parallel group and the pipeline group of a rank, which is stage * tensor_parallel_size + its rank in the former. Shared memory on a
-    CPU, NCCL if each rank has a GPU of its own, else gloo.
+    """The tensor-parallel group and the pipeline group of a rank, which is stage * tensor_parallel_size + its rank in the former. On CPUs, shared
+    memory where all ranks of a group are on one machine; NCCL if each rank has a GPU of its own; else gloo.
 
     Args:
         rank: Among all ranks of the model.
         parallel_config: How many there are, and which stage has which layers.
         device: This rank's.
-        group_memory: A file descriptor from `create_group_memory`, the same one for the ranks of a stage.
-        pipeline_memory: A file descriptor from `create_pipeline_memory`, the same one for the ranks with the same place in their stages. Not used if
-            there is one stage.
-        port: A free port of this machine, at which all ranks meet.
+        group_memory: A file descriptor from `create_group_memory`, the same one for the ranks of a stage; -1 if they are on several machines.
+        pipeline_memory: A file descriptor from `create_pipeline_memory`, the same one for the ranks with the same place in their stages; -1 if they are
+            on several machines, or there is one stage.
+        meeting: Where all ranks meet.
     """
     tp_size, pp_size = parallel_config.tensor_parallel_size, parallel_config.pipeline_parallel_size
     stage, tp_rank = Stage(rank // tp_size, pp_size, parallel_config.layer_partition), rank % tp_size
     ranks = tuple(range(tp_rank, parallel_config.world_size, tp_size))
-    if device.type == "cpu" and has_cpu_kernels():
+    shares_memory = device.type == "cpu" and has_cpu_kernels()
+    group: GroupCoordinator = SingleRank()
+    pipeline: PipelineGroup = SingleStage()
+    if not (shares_memory and meeting.is_local):
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        has_own_gpu = meeting.has_own_gpu
+        if has_own_gpu is None:
+            has_own_gpu = torch.cuda.device_count() >= parallel_config.world_size
+        backend = "nccl" if device.type == "cuda" and has_own_gpu else "gloo"
+        group, pipeline = _join_torch_groups(stage, ranks, device, rank, tp_size, meeting, backend)
+    if shares_memory:
         from minivllm.distributed.shared_memory_group import SharedMemoryGroup  # these need Numba
         from minivllm.distributed.shared_memory_pipeline import SharedMemoryPipeline
 
-        pipeline = SharedMemoryPipeline(pipeline_memory, stage, ranks) if pp_size > 1 else SingleStage()
-        return SharedMemoryGroup(group_memory, tp_rank, tp_size), pipeline
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    has_own_gpu = device.type == "cuda" and torch.cuda.device_count() >= parallel_config.world_size
-    return _join_torch_groups(stage, ranks, device, rank, tp_size, port, "nccl" if has_own_gpu else "gloo")
+        if group_memory >= 0:
+            group = SharedMemoryGroup(group_memory, tp_rank, tp_size)
+        if pipeline_memory >= 0:
+            pipeline = SharedMemoryPipeline(pipeline_memory, stage, ranks)
+    return group, pipeline
 
 
 def _join_torch_groups(
-    stage: Stage, ranks: tuple[int, ...], device: torch.device, rank: int, tp_size: int, port: int, backend: str
+    stage: Stage, ranks: tuple[int, ...], device: torch.device, rank: int, tp_size: int, meeting: Meeting, backend: str
 ) -> tuple[GroupCoordinator, PipelineGroup]:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface or ("lo0" if sys.platform == "darwin" else "lo"))
     world_size = tp_size * stage.world_size
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=f"tcp://{meeting.address}", rank=rank, world_size=world_size)
     if stage.world_size == 1:
         return TorchGroup(rank, world_size, backend), SingleStage()
     # Each rank takes part in making all groups, in the same order.

@@ -138,6 +138,10 @@ class EngineConfig:
     def make_executor(self) -> Executor:
         """The executor, with the model loaded, or being loaded by other processes."""
         configs = (self.model_config, self.cache_config, self.scheduler_config, self.worker_config)
+        if self.parallel_config.distributed_executor_backend == "ray":
+            from minivllm.executor.ray import RayExecutor
+
+            return RayExecutor(*configs, self.parallel_config)
         if self.parallel_config.uses_processes:
             from minivllm.executor.multiproc import MultiProcExecutor
 

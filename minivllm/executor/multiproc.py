@@ -25,6 +25,7 @@ from minivllm.executor.processes import check_classes
 from minivllm.executor.worker_answers import Sent, WorkerAnswers
 from minivllm.executor.worker_messages import Call, CallResult, RequestLedger, StepMasks, StepResult
 from minivllm.executor.worker_processes import WorkerProcesses
+from minivllm.executor.workers import Workers
 from minivllm.scheduler_output import ExecuteModelRequest, Masks, RankTiming, SequenceOutput
 
 
@@ -55,9 +56,12 @@ class MultiProcExecutor(Executor):
         self._awaits_masks = False
         """Whether the workers wait for the masks of that step."""
         check_classes(*configs)
-        self._workers = WorkerProcesses(pickle.dumps(configs), parallel_config)
+        self._workers = self._start_workers(pickle.dumps(configs), parallel_config, worker_config)
         self._answers = WorkerAnswers(self._workers)
         self._finalizer = weakref.finalize(self, self._workers.stop)
+
+    def _start_workers(self, configs: bytes, parallel_config: ParallelConfig, worker_config: WorkerConfig) -> Workers:
+        return WorkerProcesses(configs, parallel_config)
 
     def wait_until_ready(self) -> None:
         """Wait until the workers have loaded the model. Called automatically before they are first used.
@@ -147,4 +151,4 @@ class MultiProcExecutor(Executor):
     @property
     def process_ids(self) -> list[int]:
         """The workers' process ids, by rank."""
-        return [process.pid for process in self._workers.processes]
+        return self._workers.process_ids

@@ -22,7 +22,7 @@ from minivllm import errors
 from minivllm.distributed.message_queue import SECONDS_WHILE_FULL
 from minivllm.errors import DistributedError, StageError, WorkerError
 from minivllm.executor.worker_messages import Answer, Failed, FromWorker, Question, Step, StepMasks, ToWorker, WorkerLog, encode
-from minivllm.executor.worker_processes import CHECK_SECONDS, GRACE_SECONDS, WorkerProcesses
+from minivllm.executor.workers import CHECK_SECONDS, GRACE_SECONDS, Workers
 
 SECONDS_FOR_OTHERS = 0.8
 """After a rank has failed, how long the others have to leave that step. If they do, only that step is lost."""
@@ -65,7 +65,7 @@ class Failure:
 class WorkerAnswers:
     """Sends messages to all workers, and receives their answers."""
 
-    def __init__(self, workers: WorkerProcesses) -> None:
+    def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._number = 0
         """Of the last message. The start is number 0."""

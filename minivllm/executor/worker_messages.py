@@ -13,34 +13,42 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
+from minivllm.distributed.meeting import Meeting
 from minivllm.executor.processes import LogMessage, Message, plain_number
 from minivllm.request import EngineCoreRequest
 from minivllm.scheduler_output import ExecuteModelRequest, Masks, RankTiming, SequenceData, SequenceOutput, SequencePart
 
 
 class WorkerSetup(msgspec.Struct, forbid_unknown_fields=True):
-    """The first message to a worker, a line of JSON on its standard input.
+    """What a worker is told first.
 
     Attributes:
         configs: Pickled: the configs of the model, the cache, the scheduler and the worker, and the parallel config.
-        parent: The executor's process.
-        group_memory: A file descriptor from `create_group_memory`, of this worker's stage.
-        pipeline_memory: One from `create_pipeline_memory`, of the workers with this one's place in their stages; -1 if there is one stage.
-        group_port: A port of this machine for torch.distributed.
-        inbox: Memory and waiting end of the queue that all workers read.
-        outbox: Memory and ringing end of this worker's own queue.
+        group_memory, pipeline_memory: As for `join_groups`.
+        meeting: Where the ranks meet.
     """
 
     configs: bytes
     rank: int
     world_size: int
-    parent: int
     group_memory: int
     pipeline_memory: int
-    group_port: int
+    meeting: Meeting
+    log_level: int
+
+
+class WorkerProcessSetup(WorkerSetup, kw_only=True):
+    """For a worker in a process that inherits file descriptors: a line of JSON on its standard input.
+
+    Attributes:
+        parent: The executor's process.
+        inbox: Memory and waiting end of the queue that all workers read.
+        outbox: Memory and ringing end of this worker's own queue.
+    """
+
+    parent: int
     inbox: tuple[int, int]
     outbox: tuple[int, int]
-    log_level: int
 
 
 # -- to the workers --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A worker in a process of its own: `python -m minivllm.executor.worker_proc`, started by `MultiProcExecutor`.
+"""A worker in a process of its own: `python -m minivllm.executor.worker_proc`, started by `MultiProcExecutor`; or an actor of `RayExecutor`.
 
 The process ends when its inbox closes or its parent ends. Mirrors `WorkerProc` in `vllm/v1/executor/multiproc_executor.py`.
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -33,6 +33,7 @@ from minivllm.executor.worker_messages import (
     StepMasks,
     StepResult,
     WorkerLog,
+    WorkerProcessSetup,
     WorkerSetup,
     decode_kind,
     decode_to_worker,
@@ -51,13 +52,33 @@ SECONDS_UNTIL_SAID_AGAIN = 0.2
 """How often a worker that has failed says so again. Once is enough, unless Ctrl-C comes while the executor reads it."""
 
 
-class WorkerProc:
-    """One rank."""
+class WorkerInbox(Protocol):
+    """Where a worker reads messages: a `QueueReader`, or sockets. Methods and errors are those of `QueueReader`."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        self._setup = setup
-        self._inbox = QueueReader(*setup.inbox, index=setup.rank, num_readers=setup.world_size)
-        self._outbox = Outbox(QueueWriter(setup.outbox[0], [setup.outbox[1]]))
+    def read(self, timeout: float | None = None) -> bytes | None:
+        """The next message."""
+
+    def peek(self, timeout: float | None = None) -> bytes | None:
+        """The next message, which stays."""
+
+    def advance(self) -> None:
+        """Take out the message that `peek` has shown."""
+
+    def wait_for_mark(self, mark: int, timeout: float) -> bool:
+        """Whether the executor's mark becomes as large as this one."""
+
+
+class WorkerProc:
+    """One rank.
+
+    Args:
+        setup: What it is told first.
+        inbox: Where it reads.
+        write: Sends an answer to the executor; used by one thread at a time.
+    """
+
+    def __init__(self, setup: WorkerSetup, inbox: WorkerInbox, write: Callable[[bytes], object]) -> None:
+        self._setup, self._inbox, self._outbox = setup, inbox, Outbox(write)
         self._number = 0
         """Of the message that is being handled."""
         logging.basicConfig(level=setup.log_level, format="%(message)s", handlers=[ForwardLog(self._log)], force=True)
@@ -92,7 +113,7 @@ class WorkerProc:
         self._samples = setup.rank == parallel_config.world_size - parallel_config.tensor_parallel_size
         device = resolve_device(worker_config.device, setup.rank)
         group, pipeline = join_groups(
-            setup.rank, parallel_config, device, setup.group_memory, setup.pipeline_memory, setup.group_port
+            setup.rank, parallel_config, device, setup.group_memory, setup.pipeline_memory, setup.meeting
         )
         worker = Worker(model_config, cache_config, scheduler_config, worker_config, group, pipeline)
         worker.load_model()
@@ -181,8 +202,8 @@ class WorkerProc:
 class Outbox:
     """Sends answers in order. In the background it waits for a device that has not computed them yet, while the next step is launched."""
 
-    def __init__(self, queue: QueueWriter) -> None:
-        self._queue = queue
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write = write
         self._lock = threading.Lock()
         self._pending: SimpleQueue[Callable[[], bytes]] | None = None
 
@@ -201,7 +222,7 @@ class Outbox:
     def write(self, message: bytes) -> None:
         """Send a message now."""
         with self._lock:
-            self._queue.write(message)
+            self._write(message)
 
     def _run(self, pending: SimpleQueue[Callable[[], bytes]]) -> None:
         with contextlib.suppress(DistributedError):  # the executor has ended
@@ -213,11 +234,13 @@ def main() -> None:
     """Read the setup from standard input and run."""
     if sys.platform == "linux":  # has this process killed when its parent ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    setup = read_setup(WorkerSetup)
+    setup = read_setup(WorkerProcessSetup)
     if os.getppid() != setup.parent:
         sys.exit(1)
+    inbox = QueueReader(*setup.inbox, index=setup.rank, num_readers=setup.world_size)
+    outbox = QueueWriter(setup.outbox[0], [setup.outbox[1]])
     with contextlib.suppress(DistributedError, EOFError):  # the executor has ended, or closed the queue
-        WorkerProc(setup).run()
+        WorkerProc(setup, inbox, outbox.write).run()
     sys.stdout.flush()
     os._exit(0)  # threads of torch.distributed would wait for dead ranks
 

@@ -11,27 +11,23 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
 import psutil
 import torch
 
 from minivllm.config import ParallelConfig
+from minivllm.distributed.meeting import Meeting
 from minivllm.distributed.message_queue import QueueEnds, QueueReader, QueueWriter
 from minivllm.distributed.shared_memory import create_group_memory, create_pipeline_memory
-from minivllm.errors import EngineDeadError, WorkerKilledError
 from minivllm.executor.processes import describe_exit, may_come_from_outside, start_python
-from minivllm.executor.worker_messages import FromWorker, WorkerSetup, decode_from_worker
+from minivllm.executor.worker_messages import FromWorker, WorkerProcessSetup, decode_from_worker
+from minivllm.executor.workers import CHECK_SECONDS, GRACE_SECONDS, Workers
 
-CHECK_SECONDS = 0.2
-"""How often the workers are checked."""
 CHECKS_UNTIL_STOPPED = 3
 """A worker found stopped (SIGSTOP) in this many checks in a row is given up; a debugger may stop it for a moment."""
-GRACE_SECONDS = 2.0
-"""How long a worker has to end."""
 
 
-class WorkerProcesses:
+class WorkerProcesses(Workers):
     """The processes of the workers, the queues to and from them, and a thread that monitors them.
 
     The thread also starts them, because Linux kills a worker when the thread that started it ends (PR_SET_PDEATHSIG).
@@ -42,24 +38,15 @@ class WorkerProcesses:
 
     Attributes:
         processes: By rank.
-        inbox: The queue that all workers read.
-        failure: Why they were ended, if they were.
-        was_killed: Whether that is because one was killed by SIGKILL or the like, or stopped: perhaps from outside.
-        on_failure: Called when a worker is found dead.
     """
 
+    inbox: QueueWriter
+
     def __init__(self, configs: bytes, parallel_config: ParallelConfig) -> None:
-        self.world_size, self._parallel_config = parallel_config.world_size, parallel_config
+        super().__init__(parallel_config)
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.are_ready = False
-        self.inbox: QueueWriter
-        self.failure: str | None = None
-        self.was_killed = False
-        self.on_failure: Callable[[], None] = lambda: None
         self._outboxes: list[QueueReader] = []
-        self._lock = threading.Lock()
-        self._owner = os.getpid()
-        self._stopping, self._ended, started = threading.Event(), threading.Event(), threading.Event()
+        started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(configs, started), name="minivllm workers", daemon=True)
         self._thread.start()
         try:
@@ -73,24 +60,11 @@ class WorkerProcesses:
             self.stop()
             self.check()
 
-    def check(self) -> None:
-        """Raise an EngineDeadError if the workers were ended, once they are gone, or if they belong to another process."""
-        if os.getpid() != self._owner:
-            raise EngineDeadError(
-                f"The workers belong to process {self._owner}, from which this one was forked, and would mix up the two: make an engine here."
-            )
-        if self.failure is not None:
-            self._ended.wait(GRACE_SECONDS)
-            raise (WorkerKilledError if self.was_killed else EngineDeadError)(self.failure)
+    @property
+    def process_ids(self) -> list[int]:
+        return [process.pid for process in self.processes]
 
     def read(self, timeout: float, handle: Callable[[int, FromWorker], None]) -> None:
-        """Hand over messages of workers, each with its rank. Waits up to `timeout` seconds for the first.
-
-        After Ctrl-C in `handle` the next call hands the same message over again, so that none is lost.
-
-        Raises:
-            EngineDeadError: A worker has ended.
-        """
         self.check()
         if not self._read_now(handle):
             poll = select.poll()
@@ -113,34 +87,12 @@ class WorkerProcesses:
                 has_read = True
         return has_read
 
-    def find_ended(self, timeout: float = 0.0) -> str | None:
-        """How a worker ended, if one does within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while True:
-            for rank, process in enumerate(self.processes):
-                if process.poll() is not None:
-                    return self._describe_end(rank)
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(0.01)
+    def _find_ended(self) -> str | None:
+        return next((self._describe_end(rank) for rank, process in enumerate(self.processes) if process.poll() is not None), None)
 
-    def raise_failure(self, failure: str) -> NoReturn:
-        """End the workers and raise the reason: this one, or an earlier one."""
-        self.fail(failure)
-        self.check()
-        raise AssertionError
-
-    def fail(self, failure: str) -> None:
-        """End the workers, for this reason unless there is an earlier one."""
-        with self._lock:
-            if self.failure is not None:
-                return
-            self.failure = failure
-        self._stopping.set()
+    def _kill(self) -> None:
         for process in self.processes:
             process.kill()
-        self.on_failure()
-        self._wait()
 
     def stop(self) -> None:
         """End the workers by closing their queue. Those still loading the model do not read it, and are killed. Called once."""
@@ -153,14 +105,12 @@ class WorkerProcesses:
             self.inbox.close()
         if self.are_ready:
             self._wait()
-        for process in self.processes:
-            process.kill()
+        self._kill()
         self._wait()
         for outbox in self._outboxes:
             outbox.close()
 
     def _wait(self) -> None:
-        """Wait until all have ended, but not for long: one may hang in a driver."""
         deadline = time.monotonic() + GRACE_SECONDS
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -199,7 +149,7 @@ class WorkerProcesses:
     def _start(self, configs: bytes) -> None:
         num_threads = max(1, torch.get_num_threads() // self.world_size)
         with contextlib.ExitStack() as ours:  # closed here once the workers have inherited it
-            group_port, memories = _free_port(), self._create_memories(ours)
+            port, memories = free_port(), self._create_memories(ours)
             inbox = QueueEnds.create(self.world_size)
             rings = [ring for _, ring in inbox.bells]
             with inbox.closed_on_error():
@@ -215,9 +165,9 @@ class WorkerProcesses:
                 ours.callback(outbox.close, but=[answers])
                 shared = memories[rank]
                 inherited = (*(memory for memory in shared if memory >= 0), inbox.memory, wait, outbox.memory, answer)
-                setup = WorkerSetup(
-                    configs, rank, self.world_size, os.getpid(), *shared, group_port, (inbox.memory, wait),
-                    (outbox.memory, answer), logging.getLogger().getEffectiveLevel(),
+                setup = WorkerProcessSetup(
+                    configs, rank, self.world_size, *shared, Meeting(f"127.0.0.1:{port}"), logging.getLogger().getEffectiveLevel(),
+                    parent=os.getpid(), inbox=(inbox.memory, wait), outbox=(outbox.memory, answer),
                 )  # fmt: skip
                 process = start_python("minivllm.executor.worker_proc", setup, num_threads, inherited)
                 self.processes.append(process)
@@ -225,8 +175,7 @@ class WorkerProcesses:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
         if self._stopping.is_set():
-            for process in self.processes:
-                process.kill()
+            self._kill()
 
     def _create_memories(self, ours: contextlib.ExitStack) -> list[tuple[int, int]]:
         """Of each rank, the memory that it shares with its stage, and the one with those at the same place in theirs; -1 if there is one stage."""
@@ -241,18 +190,8 @@ class WorkerProcesses:
         across = [create(create_pipeline_memory, num_stages) if num_stages > 1 else -1 for _ in range(tp_size)]
         return [(of_stages[rank // tp_size], across[rank % tp_size]) for rank in range(self.world_size)]
 
-    def stage_of(self, rank: int) -> int:
-        """The pipeline stage of a rank."""
-        return rank // self._parallel_config.tensor_parallel_size
-
-    def name(self, rank: int, *, of_all: bool = True, process: int | None = None) -> str:
-        """A rank in words: with how many there are, its stage if there are several, and its process if given."""
-        details = [f"stage {self.stage_of(rank)}"] if self._parallel_config.pipeline_parallel_size > 1 else []
-        details += [] if process is None else [f"process {process}"]
-        return f"Rank {rank}" + f" of {self.world_size}" * of_all + (f" ({', '.join(details)})" if details else "")
-
     def _name(self, rank: int) -> str:
-        return self.name(rank, process=self.processes[rank].pid)
+        return self.name(rank, process=str(self.processes[rank].pid))
 
     def _describe_end(self, rank: int) -> str:
         try:
@@ -270,7 +209,8 @@ def _is_stopped(process: int) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from minivllm.config import ParallelConfig
 from minivllm.distributed import torch_group
+from minivllm.distributed.meeting import Meeting
 from minivllm.distributed.parallel_state import GroupCoordinator
 from minivllm.distributed.pipeline import IntermediateTensors, PipelineGroup
 from minivllm.distributed.shared_memory_group import SharedMemoryGroup
@@ -189,7 +190,7 @@ def _join(kind: str, rank: int, world_size: int, where: dict[str, Any]) -> Links
     size = where["size"]
     config = ParallelConfig(tensor_parallel_size=size, pipeline_parallel_size=world_size // size)
     memories = where["group_memories"][rank // size], where["pipeline_memories"][rank % size]
-    links = torch_group.join_groups(rank, config, torch.device("cpu"), *memories, where["port"])
+    links = torch_group.join_groups(rank, config, torch.device("cpu"), *memories, Meeting(f"127.0.0.1:{where['port']}"))
     assert type(links[1]).__name__ == ("TorchPipeline" if kind == "gloo stages" else "SharedMemoryPipeline")
     return links
 
