@@ -62,6 +62,7 @@ class DPLBAsyncMPClient(MPClient):
         self._launcher = launcher
         self.client_index, self.client_count = place.client_index, place.client_count
         self.num_engines, self._local_ranks = config.parallel_config.data_parallel_size, config.parallel_config.local_ranks
+        self._on_cluster = config.parallel_config.data_parallel_backend == "ray"
         self.lock = threading.RLock()
         self._on_message: Callable[[], OnMessage | None] = lambda: None
         self._stopped, self._closed = threading.Event(), threading.Event()
@@ -79,13 +80,19 @@ class DPLBAsyncMPClient(MPClient):
             raise
 
     def _wait_until_ready(self) -> None:
-        """Until the replicas of this machine are, which load the model at the same time; or one elsewhere, if there are none here."""
+        """Until the replicas that are started here are, which load the model at the same time; or one elsewhere, if there are none. None waits
+        for replicas for which a cluster has no room yet."""
         if not self._local_ranks and self._launcher is not None:
             logger.warning("Waiting for a replica on another machine.")
-        while not (self.group.table.open and set(self._local_ranks) <= set(self.group.table.open)):
+        while not (self.group.table.open and self._find_awaited() <= set(self.group.table.open)):
             self._next_messages()
             if self._launcher is not None:
                 self._launcher.check_others()
+
+    def _find_awaited(self) -> set[int]:
+        if not self._on_cluster:
+            return set(self._local_ranks)
+        return set(self._local_ranks) - self._launcher.local.waiting if self._launcher is not None else set()
 
     def _check_start(self, rank: int, failure: CoreFailed) -> None:
         """A replica has failed. If it was being started, raise its error, or in other frontends end the process: the first one says why."""
