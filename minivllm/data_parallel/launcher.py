@@ -143,6 +143,13 @@ class ReplicaLauncher:
             restart=self._restart, num_threads=self._num_threads, start=start, socket_folder=folder,
         )  # fmt: skip
 
+    def scale(self, size: int) -> None:
+        """Have so many replicas: see `LocalReplicas.scale`."""
+        self._setup = msgspec.structs.replace(self._setup, size=size)
+        if self._cluster is not None:
+            self._cluster.num_replicas = size
+        self.local.scale(size)
+
     def tend_coordinator(self) -> str | None:
         """Start another coordinator where one has died, at the same addresses. Returns how it has ended, once, in words."""
         now = time.monotonic()

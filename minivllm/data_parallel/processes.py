@@ -72,6 +72,10 @@ class _Place:
     due: float | None = None
     """When to start another, in seconds of `time.monotonic`; None if none is to be started."""
     num_deaths: int = 0
+    is_leaving: bool = False
+    """Whether the process was told to end, and nobody has the rank then."""
+    returns: bool = False
+    """Whether it was told to end, and another is to be started then."""
     ended_since: float | None = None
     """When the process was first seen to have ended."""
 
@@ -110,7 +114,8 @@ class LocalReplicas:
         self._incarnations = itertools.count(addresses.epoch << EPOCH_SHIFT)
         self._has_gpus = start is None and config.worker_config.device != "cpu" and torch.cuda.device_count() > 1
         self._node_id, self._restart, self._is_ending = node_id, restart, False
-        self._size = config.parallel_config.data_parallel_size
+        self._max_size = config.parallel_config.data_parallel_size
+        """How many replicas there have been at the same time, for their names."""
         self._patience = max(HOPELESS * config.parallel_config.replica_timeout, START_SECONDS)
         self._next_sign = 0.0
         self._places = {rank: _Place(RestartPolicy(config.parallel_config.max_replica_deaths)) for rank in ranks}
@@ -154,14 +159,14 @@ class LocalReplicas:
             self._next_sign = now + NODE_SECONDS
             self._report(NodeAlive(self._node_id, list(self._places)))
         ended: list[ReplicaDied] = []
-        for rank, place in self._places.items():
+        for rank, place in list(self._places.items()):
             if place.due is not None and now >= place.due:
                 try:
                     self._start_one(rank)
                 except OSError as error:  # no memory, no process, no file
                     ended.append(self._note_failed_start(rank, place, error))
             if place.process is not None and place.process.kill_if_silent(self._patience):
-                logger.error("%s shows no sign of life: its process is killed.", replica_name(rank, self._size))
+                logger.error("%s shows no sign of life: its process is killed.", replica_name(rank, self._max_size))
             if place.process is not None and (end := place.process.poll()):
                 place.ended_since = place.ended_since or now
                 if now - place.ended_since >= LAST_WORDS_SECONDS:
@@ -175,12 +180,17 @@ class LocalReplicas:
         place.process, place.ended_since = None, None
         status, now, outlook = process.exit_status, time.monotonic(), "gone"
         has_died = status not in (0, RETURN_STATUS) or not (Note.FAREWELL in process.notes or self._is_ending)
-        if has_died:
+        if (place.is_leaving or place.returns) and process.ready_since is None:
+            has_died = False  # it was killed while it loaded the model
+        returns, place.returns = status == RETURN_STATUS or place.returns, False
+        if place.is_leaving:
+            del self._places[rank]
+        elif has_died:
             if Note.DEATHS_EXPLAINED in process.notes:
                 place.policy.num_short_lives = 0
             lived = None if process.ready_since is None else now - process.ready_since
             outlook = self._plan_restart(rank, place, lived, had_suspect=Note.HAS_SUSPECT in process.notes)
-        elif status == RETURN_STATUS and not self._is_ending:
+        elif returns and not self._is_ending:
             place.due, outlook = now, "starting"
         process.shutdown(0.0)
         said = f"its process {end}"
@@ -198,7 +208,7 @@ class LocalReplicas:
         place.due = None
         if not self._restart or self._is_ending:
             return "gone"
-        pause, name = 0.0 if had_suspect else place.policy.next_pause(lived), replica_name(rank, self._size)
+        pause, name = 0.0 if had_suspect else place.policy.next_pause(lived), replica_name(rank, self._max_size)
         if pause is None:
             count = place.policy.num_short_lives
             logger.error("%s died %d times in a row soon after its start: it is given up.", name, count)
@@ -211,6 +221,26 @@ class LocalReplicas:
     def _report(self, report: ReplicaDied | NodeAlive) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the coordinator is gone, or the socket is closed
             self._reports.send(encode(report), zmq.NOBLOCK)
+
+    def scale(self, size: int) -> None:
+        """Have the ranks below `size`: start those that are missing, and let others finish what they have, and end. Those begin with rank 0."""
+        now = time.monotonic()
+        self._max_size = max(self._max_size, size)
+        for rank in range(size):
+            place = self._places.get(rank)
+            if place is None:
+                self._places[rank] = _Place(RestartPolicy(self._parallel.max_replica_deaths), due=now)
+            elif place.is_leaving:
+                place.is_leaving, place.returns = False, True
+        for rank, place in list(self._places.items()):
+            if rank >= size and place.process is None:
+                del self._places[rank]
+            elif rank >= size and place.process is not None and not place.is_leaving:
+                place.is_leaving, place.returns = True, False
+                if place.process.ready_since is None:
+                    place.process.kill()  # it loads the model and reads nothing
+                else:
+                    place.process.drain()
 
     def kill(self, rank: int, incarnation: int) -> None:
         """Kill this process of a rank, if it runs here. `find_ended` will tell of it."""

@@ -29,7 +29,7 @@ from minivllm.executor.processes import GRACE_SECONDS, SIGN_SECONDS, START_SECON
 logger = logging.getLogger(__name__)
 
 NOTICE_SECONDS, LONG_SECONDS = 10.0, 60.0
-"""A replica that has no place after so long says so if the cluster is full, and after the longer time anyway: no single node may have room."""
+"""A replica that has no place after so long says so if the cluster is too small, and after the longer time anyway: others may use it."""
 UNAVAILABLE_SECONDS = 3.0
 """How long an actor may be out of reach."""
 AVOID_SECONDS = 120.0
@@ -90,8 +90,9 @@ class RayReplicas:
         self._lost_nodes[node_id] = time.monotonic()
 
     def look_for_room(self) -> concurrent.futures.Future[bool]:
-        """Whether there is as much free as a replica needs, on all nodes together."""
-        return self._threads.submit(lambda: ray_cluster.are_free(self._resources))
+        """Whether all nodes together have what all replicas need. Ray does not tell whether an actor that has not begun has its place."""
+        wanted = {name: self.num_replicas * amount for name, amount in self._resources.items()}
+        return self._threads.submit(ray_cluster.are_there, wanted)
 
     @property
     def needs(self) -> str:

@@ -148,10 +148,10 @@ def find_places(group: PlacementGroup) -> list[Place]:
     return sorted(places, key=lambda place: (place.node_id != here, -sizes[place.node_id], place.ip, place.node_id, place.bundle))
 
 
-def are_free(resources: dict[str, float]) -> bool:
-    """Whether all nodes together have so much to give."""
-    free = import_ray().available_resources()
-    return all(free.get(name, 0) >= amount for name, amount in resources.items())
+def are_there(resources: dict[str, float]) -> bool:
+    """Whether all nodes together have so much, used or not."""
+    has = import_ray().cluster_resources()
+    return all(has.get(name, 0) >= amount for name, amount in resources.items())
 
 
 def num_cpus_of_node(node_id: str) -> int:
