@@ -50,6 +50,8 @@ class ParallelConfig:
         check_at_least("data_parallel_rpc_port", self.data_parallel_rpc_port, 1)
         if self.data_parallel_size > 65_535 or self.data_parallel_rpc_port > 65_535:
             raise ConfigError("data_parallel_size and data_parallel_rpc_port must be at most 65535.")
+        check_choice("data_parallel_backend", self.data_parallel_backend, REPLICA_BACKENDS)
+        self._check_backend()
         if self.data_parallel_size_local is not None:
             check_at_least("data_parallel_size_local", self.data_parallel_size_local, 0)
         if self.data_parallel_start_rank + len(self.local_ranks) > self.data_parallel_size:
@@ -58,8 +60,6 @@ class ParallelConfig:
                 f"{self.data_parallel_size}: raise it, or lower data_parallel_start_rank or data_parallel_size_local."
             )
         check_choice("data_parallel_routing", self.data_parallel_routing, ROUTINGS)
-        check_choice("data_parallel_backend", self.data_parallel_backend, REPLICA_BACKENDS)
-        self._check_backend()
         check_choice("ray_placement_strategy", self.ray_placement_strategy, PLACEMENT_STRATEGIES)
         if self.distributed_executor_backend is not None:
             check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTOR_BACKENDS)
@@ -73,7 +73,7 @@ class ParallelConfig:
     def _check_backend(self) -> None:
         """Refuse options for replicas elsewhere that are started by hand, where Ray starts them."""
         for name in ("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_key_file"):
-            if self.data_parallel_backend == "ray" and getattr(self, name) not in (None, 0):
+            if self.data_parallel_backend == "ray" and getattr(self, name) != getattr(ParallelConfig, name):
                 raise ConfigError(
                     f"data_parallel_backend is 'ray', which starts the replicas on all nodes of the cluster: leave {name} out."
                 )
