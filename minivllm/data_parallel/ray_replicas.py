@@ -166,11 +166,12 @@ class RayReplica:
         except errors.RayActorError as error:
             if _NODE_DIED in str(error):
                 self._lose_node()
+            elif self._place is None:  # such as on a node without minivllm
+                self._note_end(f"could not be started: {_last_line(error)}", _FAILED)
             else:
                 self._note_end(f"was lost with its Ray actor{self._at}", _KILLED, was_killed=self._killed_since is None)
         except Exception as error:
-            reason = str(getattr(error, "cause", None) or error).strip().split("\n")[-1].rstrip(".")
-            self._note_end(f"could not be started{self._at}: {reason}", _FAILED)
+            self._note_end(f"could not be started{self._at}: {_last_line(getattr(error, 'cause', None) or error)}", _FAILED)
         else:
             self._heard, self._unavailable_since = now, None
             if isinstance(found, ActorPlace):
@@ -263,3 +264,8 @@ class RayReplica:
         with contextlib.suppress(Exception):  # the program ends, and Ray has ended before
             if self._ray.is_initialized():
                 self._ray.kill(self._actor)
+
+
+def _last_line(error: object) -> str:
+    """What is wrong, at the end of Ray's long messages."""
+    return str(error).strip().split("\n")[-1].strip().rstrip(".")

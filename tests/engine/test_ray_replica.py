@@ -208,6 +208,14 @@ def test_a_start_that_fails_says_why(cluster):
     assert (cluster.replica.exit_status, cluster.replica.was_killed) == (1, False)
 
 
+def test_a_node_that_cannot_make_the_actor_says_why(cluster):
+    error = RayActorError(
+        "The actor died because of an error raised in its creation task.\nModuleNotFoundError: No module named 'minivllm'\n"
+    )
+    assert cluster.answer(error) == "could not be started: ModuleNotFoundError: No module named 'minivllm'"
+    assert (cluster.replica.exit_status, cluster.replica.was_killed) == (1, False)
+
+
 def test_another_version_on_a_node_is_refused(cluster):
     assert (
         cluster.answer(ActorPlace("node 1", "10.0.0.1", "0.0.0"))

@@ -19,7 +19,7 @@ from minivllm.engine.async_llm_engine import AsyncLLMEngine
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 STREAMS = [[5, 6 + i] for i in range(8)]
-PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=600, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=1500, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,17 @@ def check_streams(engine, expected, disturb):
     async def run():
         await all_ready(engine)
         before = [status.process_id for status in engine.replicas.statuses()]
-        streams = [asyncio.create_task(collect(engine, prompt, PARAMS)) for prompt in STREAMS]
-        await becomes(lambda: engine.stats.num_running == len(STREAMS))
+        begun = set()
+
+        async def read(number):
+            outputs = []
+            async for output in engine.generate(STREAMS[number], PARAMS):
+                begun.add(number)
+                outputs.append(output)
+            return outputs[-1]
+
+        streams = [asyncio.create_task(read(number)) for number in range(len(STREAMS))]
+        await becomes(lambda: len(begun) == len(STREAMS))
         await asyncio.to_thread(disturb)
         found = tokens_of(await asyncio.gather(*streams))
         assert found == expected
