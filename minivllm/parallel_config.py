@@ -50,6 +50,8 @@ class ParallelConfig:
         check_at_least("data_parallel_rpc_port", self.data_parallel_rpc_port, 1)
         if self.data_parallel_size > 65_535 or self.data_parallel_rpc_port > 65_535:
             raise ConfigError("data_parallel_size and data_parallel_rpc_port must be at most 65535.")
+        check_choice("data_parallel_backend", self.data_parallel_backend, REPLICA_BACKENDS)
+        self._check_backend()
         if self.data_parallel_size_local is not None:
             check_at_least("data_parallel_size_local", self.data_parallel_size_local, 0)
         if self.data_parallel_start_rank + len(self.local_ranks) > self.data_parallel_size:
@@ -58,7 +60,6 @@ class ParallelConfig:
                 f"{self.data_parallel_size}: raise it, or lower data_parallel_start_rank or data_parallel_size_local."
             )
         check_choice("data_parallel_routing", self.data_parallel_routing, ROUTINGS)
-        check_choice("data_parallel_backend", self.data_parallel_backend, REPLICA_BACKENDS)
         check_choice("ray_placement_strategy", self.ray_placement_strategy, PLACEMENT_STRATEGIES)
         if self.distributed_executor_backend is not None:
             check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTOR_BACKENDS)
@@ -67,6 +68,14 @@ class ParallelConfig:
                 raise ConfigError(
                     f"distributed_executor_backend is 'uni', one worker in the engine's process, but {name} is "
                     f"{getattr(self, name)}: use 'mp' or 'ray', or leave it out."
+                )
+
+    def _check_backend(self) -> None:
+        """Refuse options for replicas elsewhere that are started by hand, where Ray starts them."""
+        for name in ("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_key_file"):
+            if self.data_parallel_backend == "ray" and getattr(self, name) != getattr(ParallelConfig, name):
+                raise ConfigError(
+                    f"data_parallel_backend is 'ray', which starts the replicas on all nodes of the cluster: leave {name} out."
                 )
 
     def _check_partition(self) -> None:
@@ -95,7 +104,7 @@ class ParallelConfig:
 
     @property
     def local_ranks(self) -> range:
-        """The replicas on this machine."""
+        """The replicas that this command starts: on this machine, or on a Ray cluster."""
         num_others = self.data_parallel_start_rank
         size = self.data_parallel_size - num_others if self.data_parallel_size_local is None else self.data_parallel_size_local
         return range(num_others, num_others + max(0, size))
@@ -103,11 +112,11 @@ class ParallelConfig:
     @property
     def has_replicas(self) -> bool:
         """Whether requests are routed to replicas, here or elsewhere."""
-        return self.data_parallel_size > 1 or not self.is_on_one_machine
+        return self.data_parallel_size > 1 or not self.is_on_one_machine or self.data_parallel_backend == "ray"
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether all replicas are on this machine."""
+        """Whether all replicas are started by one command, on its machine unless that is a Ray cluster."""
         return len(self.local_ranks) == self.data_parallel_size
 
     @property

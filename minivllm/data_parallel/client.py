@@ -18,6 +18,7 @@ from weakref import WeakMethod
 
 from minivllm.data_parallel.frontend_sockets import FrontendSockets
 from minivllm.data_parallel.launcher import POLL_MS, FrontendPlace, OtherFrontends, ReplicaLauncher
+from minivllm.data_parallel.liveness import MAX_REPLICAS
 from minivllm.data_parallel.messages import Loads, Published, ReplicaDied
 from minivllm.data_parallel.replica_group import ReplicaGroup
 from minivllm.data_parallel.routing import LoadPublisher
@@ -61,7 +62,9 @@ class DPLBAsyncMPClient(MPClient):
     def __init__(self, config: EngineConfig, place: FrontendPlace, launcher: ReplicaLauncher | None = None) -> None:
         self._launcher = launcher
         self.client_index, self.client_count = place.client_index, place.client_count
-        self.num_engines, self._local_ranks = config.parallel_config.data_parallel_size, config.parallel_config.local_ranks
+        self._local_ranks = config.parallel_config.local_ranks
+        self._is_scalable = config.parallel_config.is_on_one_machine
+        self._on_cluster = config.parallel_config.data_parallel_backend == "ray"
         self.lock = threading.RLock()
         self._on_message: Callable[[], OnMessage | None] = lambda: None
         self._stopped, self._closed = threading.Event(), threading.Event()
@@ -79,13 +82,20 @@ class DPLBAsyncMPClient(MPClient):
             raise
 
     def _wait_until_ready(self) -> None:
-        """Until the replicas of this machine are, which load the model at the same time; or one elsewhere, if there are none here."""
+        """Until the replicas that are started here are, which load the model at the same time; or one elsewhere, if there are none. None waits
+        for replicas for which a cluster has no room yet."""
         if not self._local_ranks and self._launcher is not None:
             logger.warning("Waiting for a replica on another machine.")
-        while not (self.group.table.open and set(self._local_ranks) <= set(self.group.table.open)):
+        while not (self.group.table.open and self._find_awaited() <= set(self.group.table.open)):
             self._next_messages()
             if self._launcher is not None:
                 self._launcher.check_others()
+
+    def _find_awaited(self) -> set[int]:
+        if self._on_cluster and self._launcher is None:
+            return set()
+        awaited = {rank for rank in self._local_ranks if rank < self.num_engines}
+        return awaited if self._launcher is None else awaited - self._launcher.local.waiting
 
     def _check_start(self, rank: int, failure: CoreFailed) -> None:
         """A replica has failed. If it was being started, raise its error, or in other frontends end the process: the first one says why."""
@@ -100,6 +110,10 @@ class DPLBAsyncMPClient(MPClient):
     @property
     def num_gpu_blocks(self) -> int:  # type: ignore[override]
         return self.group.num_gpu_blocks
+
+    @property
+    def num_engines(self) -> int:  # type: ignore[override]
+        return self.group.liveness.size
 
     def send(self, message: ToCore) -> None:
         with self.lock:
@@ -128,6 +142,21 @@ class DPLBAsyncMPClient(MPClient):
     def kill(self, rank: int) -> bool:
         with self.lock:
             return self.group.kill(rank)
+
+    def scale(self, size: int) -> None:
+        """Have so many replicas, as soon as the coordinator has told all API servers: further ones are started, and the last ones leave.
+
+        Raises:
+            ConfigError: Others start the replicas, or not so many can be.
+        """
+        if not self._is_scalable:
+            raise ConfigError(
+                "Replicas of this server are on machines that start their own: start or end `minivllm serve --headless` there."
+            )
+        if not 1 <= size <= MAX_REPLICAS:
+            raise ConfigError(f"size is {size}, but must be from 1 to {MAX_REPLICAS}.")
+        with self.lock:
+            self._sockets.scale(size)
 
     def drop_client(self, client_index: int) -> None:
         with self.lock:
@@ -184,8 +213,6 @@ class DPLBAsyncMPClient(MPClient):
 
     def _take_message(self, incarnation: int, number: int, message: FromCore) -> list[ToFrontend]:
         rank = message.engine_index
-        if not 0 <= rank < self.num_engines:
-            return []
         if isinstance(message, CoreLog) and self._launcher is not None and (rank == 0 or message.level >= logging.WARNING):
             # All of them say the same things when they start: once is enough.
             message.log("" if rank == 0 else f"Replica {rank}: ")
@@ -202,15 +229,16 @@ class DPLBAsyncMPClient(MPClient):
         if isinstance(message, ReplicaDied):
             return self._take_death(message)
         if isinstance(message, Loads):
+            if message.size != self.num_engines and self._launcher is not None:
+                self._launcher.scale(message.size)
             with self.lock:
                 self.group.table.update_loads(message.loads)
+                return self.group.resize(message.size) if message.size != self.num_engines else []
         elif self._launcher is not None:  # once is enough
             message.log()
         return []
 
     def _take_death(self, died: ReplicaDied) -> list[ToFrontend]:
-        if not 0 <= died.engine_index < self.num_engines:
-            return []
         self._check_start(died.engine_index, CoreFailed("", died.end))
         with self.lock:
             return self.group.note_death(died)

@@ -30,6 +30,7 @@ from minivllm.data_parallel.messages import (
     NodeWelcome,
     Refused,
     ReplicaDied,
+    ScaleReplicas,
     decode_report,
     decode_to_handshake,
     encode,
@@ -51,7 +52,7 @@ class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         handshake_address, report_address, publish_address: Where it listens; port 0 is any free one.
-        client_count, size: How many API servers there are, and how many replicas there may be.
+        client_count, size: How many API servers there are, and how many replicas there are to be.
         config_hash: Of the configuration that replicas must have.
         node_id: The node whose ranks nobody else ever gets: that of the API servers.
         known: If it is started in place of one that has died: the addresses of all API servers, and of the one before.
@@ -125,7 +126,7 @@ class DPCoordinatorProc:
         self._publish, self._publish_address = sockets.bind(zmq.XPUB, setup.publish_address)
         self._refusals = [RefusalLog(socket) for socket in (self._handshake, self._reports)]
         self._holders, self._start = RankHolders(setup.node_id), time.monotonic()
-        self._epoch = 0
+        self._epoch, self._size = 0, setup.size
         self._frontends: dict[int, HelloFrontend] = {}
         if setup.known is not None:
             addresses = zip(setup.known.input_addresses, setup.known.output_addresses, strict=True)
@@ -155,7 +156,7 @@ class DPCoordinatorProc:
             self._answer_applicants()
             is_new = self._publish in events and self._publish.recv() == b"\x01"  # an API server subscribes
             if is_new or time.monotonic() >= self._publisher.due:
-                self._publish.send(encode(Loads(self._publisher.publish(time.monotonic()))))
+                self._publish.send(encode(Loads(self._publisher.publish(time.monotonic()), self._size)))
 
     def _take_reports(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -174,7 +175,7 @@ class DPCoordinatorProc:
                     self._publisher.forget(report.engine_index)
                 elif report.load is None:
                     self._publisher.forget(report.engine_index)
-                elif 0 <= report.engine_index < self._setup.size and 0 <= report.load.kv_cache_usage <= 1:
+                elif 0 <= report.engine_index < self._size and 0 <= report.load.kv_cache_usage <= 1:
                     self._publisher.report(report.engine_index, report.load, time.monotonic())
 
     def _shake_hands(self, frames: list[bytes]) -> None:
@@ -187,7 +188,9 @@ class DPCoordinatorProc:
                 identity, Refused(f"It says something that minivllm {VERSION} does not understand: install the same version.")
             )
             return
-        if isinstance(message, HelloFrontend):
+        if isinstance(message, ScaleReplicas):
+            self._size, self._publisher.due = message.size, time.monotonic()
+        elif isinstance(message, HelloFrontend):
             if not 0 <= message.client_index < self._setup.client_count or message.client_index in self._frontends:
                 logger.warning("Refused an API server with the index %d.", message.client_index)
                 self._answer(identity, Refused("There is no place for this API server."))
@@ -230,7 +233,7 @@ class DPCoordinatorProc:
         self._answer(identity, Refused(reason))
 
     def _find_fault(self, hello: HelloNode) -> str | None:
-        size = self._setup.size
+        size = self._size
         if hello.version != VERSION:
             return f"It runs minivllm {hello.version}, but the others run {VERSION}: install the same version."
         if any(not 0 <= rank < size for rank in hello.ranks):

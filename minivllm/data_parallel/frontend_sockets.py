@@ -15,6 +15,7 @@ from minivllm.data_parallel.messages import (
     HelloFrontend,
     Published,
     Refused,
+    ScaleReplicas,
     decode_published,
     identity_of,
     read_header,
@@ -55,20 +56,24 @@ class FrontendSockets:
         self._outputs, output_address = self._sockets.bind(zmq.PULL, self._place.address("outputs"), RCVHWM=0)
         self._refusals = [RefusalLog(socket) for socket in (self._requests, self._outputs)] if self._place.key else []
         hello = HelloFrontend(self._place.client_index, input_address, output_address)
-        with self._sockets.connect(zmq.DEALER, self._place.handshake_address, LINGER=0) as handshake:
-            if self._launcher is not None:
-                welcome = self._launcher.ask(handshake, hello)
-            else:
-                handshake.send(messages.encode(hello))
-                welcome = messages.decode_from_handshake(handshake.recv())
-            if isinstance(welcome, Refused):
-                raise EngineDeadError(welcome.message)
-            assert isinstance(welcome, FrontendWelcome)
-            self._loads = self._sockets.connect(zmq.SUB, welcome.publish_address, SUBSCRIBE=b"")
-            for socket in (self._outputs, self._loads):
-                self._poller.register(socket, zmq.POLLIN)
-            if self._launcher is not None:
-                self._launcher.start_replicas(self._sockets, handshake)
+        self._handshake = handshake = self._sockets.connect(zmq.DEALER, self._place.handshake_address)
+        if self._launcher is not None:
+            welcome = self._launcher.ask(handshake, hello)
+        else:
+            handshake.send(messages.encode(hello))
+            welcome = messages.decode_from_handshake(handshake.recv())
+        if isinstance(welcome, Refused):
+            raise EngineDeadError(welcome.message)
+        assert isinstance(welcome, FrontendWelcome)
+        self._loads = self._sockets.connect(zmq.SUB, welcome.publish_address, SUBSCRIBE=b"")
+        for socket in (self._outputs, self._loads):
+            self._poller.register(socket, zmq.POLLIN)
+        if self._launcher is not None:
+            self._launcher.start_replicas(self._sockets, handshake)
+
+    def scale(self, size: int) -> None:
+        """Tell the coordinator how many replicas there are to be; as soon as it is there, if it is gone."""
+        self._handshake.send(messages.encode(ScaleReplicas(size)))
 
     def send(self, rank: int, incarnation: int, message: ToCore) -> bool:
         """Send a message to a process. False if there is no connection: it has died, will be connected again, or is silent. One of these

@@ -1,4 +1,4 @@
-"""Starts what data-parallel replicas need: the coordinator, the replicas of this machine, and a folder for their sockets."""
+"""Starts what data-parallel replicas need: the coordinator, the replicas of this machine or of a Ray cluster, and a folder for sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from minivllm.data_parallel.messages import (
     hash_config,
 )
 from minivllm.data_parallel.processes import LocalReplicas, RestartPolicy
-from minivllm.data_parallel.sockets import KeyPair, Sockets, check_may_listen, load_key_file, tcp_address
+from minivllm.data_parallel.ray_replicas import RayReplicas
+from minivllm.data_parallel.sockets import KeyPair, Sockets, check_may_listen, load_key_file, make_key, tcp_address
 from minivllm.engine.core_handle import make_socket_folder
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.errors import ConfigError, EngineDeadError
@@ -74,8 +75,8 @@ class OtherFrontends(Protocol):
 
 
 class ReplicaLauncher:
-    """The processes that belong to the first frontend, and end with it: the coordinator, this machine's replicas, and the `others`, which it
-    starts, too. With `restart`, it replaces a replica that dies.
+    """The processes that belong to the first frontend, and end with it: the coordinator, this machine's or a cluster's replicas, and the
+    `others`, which it starts, too. With `restart`, it replaces a replica that dies.
 
     Raises:
         ConfigError: The sockets cannot be made with this configuration.
@@ -89,7 +90,10 @@ class ReplicaLauncher:
         parallel = config.parallel_config
         key = load_key_file(Path(parallel.data_parallel_key_file)) if parallel.data_parallel_key_file else None
         handshake_address = listen_address = None
-        if not parallel.is_on_one_machine:
+        self._cluster = RayReplicas(config) if parallel.data_parallel_backend == "ray" else None
+        if self._cluster is not None:
+            key, listen_address = make_key(), tcp_address(self._cluster.ip, 0)
+        elif not parallel.is_on_one_machine:
             check_may_listen(parallel.data_parallel_address, key)
             handshake_address = tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)
             listen_address = tcp_address(parallel.data_parallel_address, 0)
@@ -133,10 +137,18 @@ class ReplicaLauncher:
             raise ConfigError(addresses.message)
         assert isinstance(addresses, NodeWelcome)
         self._setup = msgspec.structs.replace(self._setup, report_address=addresses.report_address, known=addresses)
+        start, folder = (None, self.place.folder) if self._cluster is None else (self._cluster.start, "")
         self._local = LocalReplicas(
             self._config, addresses, sockets, self.node_id,
-            restart=self._restart, num_threads=self._num_threads, socket_folder=self.place.folder,
+            restart=self._restart, num_threads=self._num_threads, start=start, socket_folder=folder,
         )  # fmt: skip
+
+    def scale(self, size: int) -> None:
+        """Have so many replicas: see `LocalReplicas.scale`."""
+        self._setup = msgspec.structs.replace(self._setup, size=size)
+        if self._cluster is not None:
+            self._cluster.num_replicas = size
+        self.local.scale(size)
 
     def tend_coordinator(self) -> str | None:
         """Start another coordinator where one has died, at the same addresses. Returns how it has ended, once, in words."""

@@ -20,6 +20,8 @@ from minivllm.engine.core_messages import CoreDraining, CoreFailed, CoreReady, F
 
 HOPELESS = 3
 """A process that has been silent for this many timeouts will not be heard again."""
+MAX_REPLICAS = 1024
+"""As many ranks there may be besides those of the start."""
 MAX_DEAD = 64
 """Incarnations of a rank that are remembered to be dead."""
 
@@ -106,6 +108,10 @@ class Peer:
 class ReplicaLiveness:
     """Decides whether each replica takes requests and is believed, from what is heard of it.
 
+    Attributes:
+        size: How many replicas there are to be.
+        peers: By rank. More than that, while those that are too many leave, and when they have left.
+
     Args:
         timeout: Seconds of silence after which a replica is fenced.
         restarts: Whether a replica that dies is started again, until its launcher says otherwise.
@@ -113,7 +119,7 @@ class ReplicaLiveness:
     """
 
     def __init__(self, size: int, timeout: float, *, restarts: bool, expected: range = range(0)) -> None:
-        self.timeout, self._restarts = timeout, restarts
+        self.timeout, self._restarts, self.size = timeout, restarts, size
         self.peers = [Peer("starting" if rank in expected else "gone") for rank in range(size)]
 
     def state_of(self, rank: int) -> str:
@@ -121,6 +127,26 @@ class ReplicaLiveness:
         peer = self.peers[rank]
         names = {PeerState.ABSENT: peer.outlook, PeerState.FENCED: "unreachable"}
         return names.get(peer.state, peer.state.value)
+
+    def make_room(self, rank: int) -> bool:
+        """Have a peer of this rank. False if there is no such rank: who says so is mistaken."""
+        if not 0 <= rank < max(len(self.peers), MAX_REPLICAS):
+            return False
+        self.peers += [Peer("gone") for _ in range(len(self.peers), rank + 1)]
+        return True
+
+    def resize(self, size: int) -> list[int]:
+        """There are to be so many replicas. Returns the ranks of those that are being started."""
+        started = []
+        self.make_room(size - 1)
+        for rank, peer in enumerate(self.peers):
+            if rank in range(self.size, size) and peer.state is PeerState.ABSENT:
+                peer.outlook = "starting"
+                started.append(rank)
+            elif rank >= size and peer.state is PeerState.ABSENT:
+                peer.outlook = "gone"
+        self.size = size
+        return started
 
     # -- events --------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 At the start, on the coordinator's handshake socket (DEALER to ROUTER):
 
     API server   HelloFrontend  ─►  FrontendWelcome, or Refused           where loads are published
+                 ScaleReplicas  ─►  the loads tell it to all
     node         HelloNode      ─►  NodeWelcome, or Refused               where its replicas connect to
 
 From then on, replicas report (PUSH to PULL), and the coordinator publishes (XPUB to SUB). Mirrors the handshake of
@@ -73,6 +74,12 @@ class NodeWelcome(Message):
     epoch: int = 0
 
 
+class ScaleReplicas(Message):
+    """There are to be so many replicas. The coordinator publishes it with the loads, and the API server that starts them acts."""
+
+    size: int
+
+
 class Refused(Message):
     """Why a node or an API server cannot take part."""
 
@@ -115,9 +122,10 @@ class ReplicaDied(Message):
 
 
 class Loads(Message):
-    """How busy all replicas are, by rank."""
+    """How busy all replicas are, by rank; and how many there are to be."""
 
     loads: dict[int, ReplicaLoad]
+    size: int
 
 
 class CoordinatorLog(LogMessage):
@@ -126,7 +134,7 @@ class CoordinatorLog(LogMessage):
 
 Report = LoadReport | NodeAlive | ReplicaDied
 Published = Loads | ReplicaDied | CoordinatorLog
-ToHandshake = HelloFrontend | HelloNode
+ToHandshake = HelloFrontend | HelloNode | ScaleReplicas
 FromHandshake = FrontendWelcome | NodeWelcome | Refused
 
 _HEADER, _IDENTITY = struct.Struct("<QQ"), struct.Struct("<cHQ")

@@ -1,4 +1,4 @@
-"""The processes of data-parallel replicas on this node, and of their coordinator: started here, and ended with this process."""
+"""The replicas that this command starts, on this machine or on the nodes of a Ray cluster: they are started again, and end with this process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import itertools
 import logging
 import os
 import time
-import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -18,10 +18,14 @@ import zmq
 from minivllm.data_parallel.engine_core_proc import Note, ReplicaSetup
 from minivllm.data_parallel.liveness import HOPELESS
 from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied, encode, replica_name
+from minivllm.data_parallel.replica_process import ReplicaProcess
 from minivllm.data_parallel.sockets import Sockets
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core_proc import RETURN_STATUS
-from minivllm.executor.processes import GRACE_SECONDS, START_SECONDS, ChildProcess, may_come_from_outside
+from minivllm.executor.processes import GRACE_SECONDS, START_SECONDS
+
+if TYPE_CHECKING:
+    from minivllm.data_parallel.ray_replicas import RayReplica
 
 logger = logging.getLogger(__name__)
 
@@ -33,56 +37,8 @@ NODE_SECONDS = 1.0
 """How often a node tells the coordinator that it has its ranks."""
 
 
-class ReplicaProcess(ChildProcess):
-    """A replica of the model in a process.
-
-    Attributes:
-        incarnation: Tells it from the processes that had its rank before, and have it after it: a later one has a larger number, and so has
-            one of a node that got the rank later, whatever the time is there.
-        ready_since: When it was ready, in seconds of `time.monotonic`, as far as `poll` has noticed; None before.
-        notes: What it has written into its pipe, as far as `poll` has noticed.
-    """
-
-    def __init__(self, setup: ReplicaSetup, num_threads: int, gpus: str | None = None) -> None:
-        self.incarnation = setup.incarnation
-        self._pipe, theirs = os.pipe()
-        self._close = weakref.finalize(self, os.close, self._pipe)
-        setup = msgspec.structs.replace(setup, notes_descriptor=theirs)
-        try:
-            super().__init__("minivllm.data_parallel.engine_core_proc", setup, num_threads, (theirs,), gpus)
-        finally:
-            os.close(theirs)
-        os.set_blocking(self._pipe, False)
-        self.ready_since: float | None = None
-        self.notes: set[Note] = set()
-
-    @property
-    def was_killed(self) -> bool:
-        """Whether it, or a worker of it, was killed by SIGKILL or the like, and not by `kill`."""
-        from_outside = may_come_from_outside(self.exit_status or 0) and not self._is_killed_here
-        return from_outside or Note.WORKER_KILLED in self.notes
-
-    def poll(self) -> str | None:
-        """As for `ChildProcess`; reads its notes, too: all of them, once it has ended."""
-        end = super().poll()
-        with contextlib.suppress(BlockingIOError):
-            while written := os.read(self._pipe, 4096):
-                self.notes.update(Note(bytes([byte])) for byte in set(written))
-        if self.ready_since is None and Note.READY in self.notes:
-            self.ready_since = time.monotonic()
-        return end
-
-    def drain(self) -> None:
-        """Let it finish what it has, and end."""
-        self._process.terminate()
-
-    def shutdown(self, grace: float = 0.0) -> None:
-        """Wait some seconds until it has ended, as it was told to; then kill it."""
-        if self._end.alive:
-            self.wait(grace)
-            self._process.kill()
-            self._end()
-        self._close()
+Start = Callable[[ReplicaSetup, int | None], "RayReplica"]
+"""Starts a replica elsewhere, which computes with a number of threads; None for its share of its machine."""
 
 
 class RestartPolicy:
@@ -109,25 +65,30 @@ class RestartPolicy:
 
 @dataclass
 class _Place:
-    """A rank on this machine: the process that has it, and how those before it have fared."""
+    """A rank: the process that has it, and how those before it have fared."""
 
     policy: RestartPolicy
-    process: ReplicaProcess | None = None
+    process: ReplicaProcess | RayReplica | None = None
     due: float | None = None
     """When to start another, in seconds of `time.monotonic`; None if none is to be started."""
     num_deaths: int = 0
+    is_leaving: bool = False
+    """Whether the process was told to end, and nobody has the rank then."""
+    returns: bool = False
+    """Whether it was told to end, and another is to be started then."""
     ended_since: float | None = None
     """When the process was first seen to have ended."""
 
 
 class LocalReplicas:
-    """The replicas on this machine: their processes are started here, with `restart` started again when they die, and end with this one.
+    """The replicas that are started here: with `restart` they are started again when they die, and they end with this process.
 
     Args:
         addresses: Where they connect to.
         sockets: Of this process; theirs have the same key.
         node_id: Under which the coordinator has welcomed them.
         num_threads: Threads that each computes with; their share of the processors if None.
+        start: Starts them elsewhere; None for this machine.
         socket_folder, clock_offset: As for `ReplicaSetup`.
     """
 
@@ -140,21 +101,21 @@ class LocalReplicas:
         *,
         restart: bool,
         num_threads: int | None = None,
+        start: Start | None = None,
         socket_folder: str = "",
         clock_offset: float = 0.0,
     ) -> None:
         self._reports = sockets.connect(zmq.PUSH, addresses.report_address)
-        ranks = config.parallel_config.local_ranks
-        # By default no two replicas need the same processor.
-        self._num_threads = num_threads or max(1, torch.get_num_threads() // max(1, len(ranks)))
+        self._parallel = config.parallel_config
+        ranks = self._parallel.local_ranks
+        self._start, self._num_threads = start, num_threads
         log_level = logging.getLogger().getEffectiveLevel()
         self._setup = ReplicaSetup(config.to_bytes(), socket_folder, log_level, addresses, sockets.key, clock_offset)
         self._incarnations = itertools.count(addresses.epoch << EPOCH_SHIFT)
-        self._gpus: dict[int, str] = {}
-        if config.worker_config.device != "cpu" and torch.cuda.device_count() > 1:
-            self._gpus = divide_gpus(ranks, config.parallel_config.world_size, visible_gpus())
+        self._has_gpus = start is None and config.worker_config.device != "cpu" and torch.cuda.device_count() > 1
         self._node_id, self._restart, self._is_ending = node_id, restart, False
-        self._size = config.parallel_config.data_parallel_size
+        self._max_size = config.parallel_config.data_parallel_size
+        """How many replicas there have been at the same time, for their names."""
         self._patience = max(HOPELESS * config.parallel_config.replica_timeout, START_SECONDS)
         self._next_sign = 0.0
         self._places = {rank: _Place(RestartPolicy(config.parallel_config.max_replica_deaths)) for rank in ranks}
@@ -164,12 +125,24 @@ class LocalReplicas:
     def _start_one(self, rank: int) -> None:
         place = self._places[rank]
         setup = msgspec.structs.replace(self._setup, engine_index=rank, incarnation=next(self._incarnations))
-        place.due, place.process = None, ReplicaProcess(setup, self._num_threads, self._gpus.get(rank))
+        place.due = None
+        if self._start is not None:
+            place.process = self._start(setup, self._num_threads)
+            return
+        # By default no two replicas need the same processor.
+        num_threads = self._num_threads or max(1, torch.get_num_threads() // max(1, len(self._places)))
+        gpus = divide_gpus(list(self._places), self._parallel.world_size, visible_gpus()) if self._has_gpus else {}
+        place.process = ReplicaProcess(setup, num_threads, gpus.get(rank))
 
     @property
     def process_ids(self) -> list[int]:
         """The processes that are running, by rank."""
         return [place.process.process_id for place in self._places.values() if place.process is not None]
+
+    @property
+    def waiting(self) -> set[int]:
+        """The ranks of replicas that have waited for a node with room for a while."""
+        return {rank for rank, place in self._places.items() if place.process is not None and place.process.is_waiting}
 
     @property
     def is_done(self) -> bool:
@@ -186,14 +159,14 @@ class LocalReplicas:
             self._next_sign = now + NODE_SECONDS
             self._report(NodeAlive(self._node_id, list(self._places)))
         ended: list[ReplicaDied] = []
-        for rank, place in self._places.items():
+        for rank, place in list(self._places.items()):
             if place.due is not None and now >= place.due:
                 try:
                     self._start_one(rank)
                 except OSError as error:  # no memory, no process, no file
                     ended.append(self._note_failed_start(rank, place, error))
             if place.process is not None and place.process.kill_if_silent(self._patience):
-                logger.error("%s shows no sign of life: its process is killed.", replica_name(rank, self._size))
+                logger.error("%s shows no sign of life: its process is killed.", replica_name(rank, self._max_size))
             if place.process is not None and (end := place.process.poll()):
                 place.ended_since = place.ended_since or now
                 if now - place.ended_since >= LAST_WORDS_SECONDS:
@@ -202,17 +175,22 @@ class LocalReplicas:
             self._report(died)
         return ended
 
-    def _bury(self, rank: int, place: _Place, process: ReplicaProcess, end: str) -> ReplicaDied:
+    def _bury(self, rank: int, place: _Place, process: ReplicaProcess | RayReplica, end: str) -> ReplicaDied:
         """A process has ended: decide whether another is started."""
         place.process, place.ended_since = None, None
         status, now, outlook = process.exit_status, time.monotonic(), "gone"
         has_died = status not in (0, RETURN_STATUS) or not (Note.FAREWELL in process.notes or self._is_ending)
-        if has_died:
+        if (place.is_leaving or place.returns) and process.ready_since is None:
+            has_died = False  # it was killed while it loaded the model
+        returns, place.returns = status == RETURN_STATUS or place.returns, False
+        if place.is_leaving:
+            del self._places[rank]
+        elif has_died:
             if Note.DEATHS_EXPLAINED in process.notes:
                 place.policy.num_short_lives = 0
             lived = None if process.ready_since is None else now - process.ready_since
             outlook = self._plan_restart(rank, place, lived, had_suspect=Note.HAS_SUSPECT in process.notes)
-        elif status == RETURN_STATUS and not self._is_ending:
+        elif returns and not self._is_ending:
             place.due, outlook = now, "starting"
         process.shutdown(0.0)
         said = f"its process {end}"
@@ -230,7 +208,7 @@ class LocalReplicas:
         place.due = None
         if not self._restart or self._is_ending:
             return "gone"
-        pause, name = 0.0 if had_suspect else place.policy.next_pause(lived), replica_name(rank, self._size)
+        pause, name = 0.0 if had_suspect else place.policy.next_pause(lived), replica_name(rank, self._max_size)
         if pause is None:
             count = place.policy.num_short_lives
             logger.error("%s died %d times in a row soon after its start: it is given up.", name, count)
@@ -243,6 +221,26 @@ class LocalReplicas:
     def _report(self, report: ReplicaDied | NodeAlive) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the coordinator is gone, or the socket is closed
             self._reports.send(encode(report), zmq.NOBLOCK)
+
+    def scale(self, size: int) -> None:
+        """Have the ranks below `size`: start those that are missing, and let others finish what they have, and end. Those begin with rank 0."""
+        now = time.monotonic()
+        self._max_size = max(self._max_size, size)
+        for rank in range(size):
+            place = self._places.get(rank)
+            if place is None:
+                self._places[rank] = _Place(RestartPolicy(self._parallel.max_replica_deaths), due=now)
+            elif place.is_leaving:
+                place.is_leaving, place.returns = False, True
+        for rank, place in list(self._places.items()):
+            if rank >= size and place.process is None:
+                del self._places[rank]
+            elif rank >= size and place.process is not None and not place.is_leaving:
+                place.is_leaving, place.returns = True, False
+                if place.process.ready_since is None:
+                    place.process.kill()  # it loads the model and reads nothing
+                else:
+                    place.process.drain()
 
     def kill(self, rank: int, incarnation: int) -> None:
         """Kill this process of a rank, if it runs here. `find_ended` will tell of it."""
@@ -271,7 +269,7 @@ class LocalReplicas:
                 place.process.shutdown(max(0.0, end - time.monotonic()))
 
 
-def divide_gpus(ranks: range, world_size: int, visible: list[str]) -> dict[int, str]:
+def divide_gpus(ranks: Sequence[int], world_size: int, visible: list[str]) -> dict[int, str]:
     """Which of the `visible` GPUs each replica of this machine sees, as in CUDA_VISIBLE_DEVICES: one for each of its workers, and others than
     the replicas before it. If there are too few, replicas share them."""
     size = min(world_size, len(visible))

@@ -60,13 +60,15 @@ class ReplicaGroup:
     def __init__(self, config: EngineConfig, place: FrontendPlace, send: Send, *, is_first: bool) -> None:
         parallel = config.parallel_config
         self._place, self._send_to, self._is_first = place, send, is_first
-        self._size, self._timeout = parallel.data_parallel_size, parallel.replica_timeout
+        self._timeout = parallel.replica_timeout
         self._is_on_one_machine = parallel.is_on_one_machine
         max_num_seqs = config.scheduler_config.max_num_seqs
         router = make_router(parallel.data_parallel_routing, place.client_count, place.client_index, max_num_seqs)
         self.table = RequestTable(router, config.cache_config.block_size)
         self.failover = Failover(self.table, self._send_request, self._clear, parallel.failover_timeout, place.client_count)
-        self.liveness = ReplicaLiveness(self._size, self._timeout, restarts=place.restarts, expected=parallel.local_ranks)
+        self.liveness = ReplicaLiveness(
+            parallel.data_parallel_size, self._timeout, restarts=place.restarts, expected=parallel.local_ranks
+        )
         self.num_gpu_blocks = 0
         self._awaited = set(parallel.local_ranks)
         """Replicas of this machine that are being started for the first time."""
@@ -82,14 +84,20 @@ class ReplicaGroup:
 
     def name(self, rank: int) -> str:
         """A replica's name for people."""
-        return replica_name(rank, self._size)
+        return replica_name(rank, len(self.liveness.peers))
 
     def statuses(self) -> list[ReplicaStatus]:
-        """What is known of each replica, by rank."""
+        """What is known of each replica, by rank; at the end those that are too many and have not left yet."""
         return [
             ReplicaStatus(rank, self.liveness.state_of(rank), peer.ready.process_id, peer.ready.num_gpu_blocks, peer.num_deaths)
             for rank, peer in enumerate(self.liveness.peers)
+            if rank < self.liveness.size or self.liveness.state_of(rank) != "gone"
         ]
+
+    def resize(self, size: int) -> list[ToFrontend]:
+        """There are to be so many replicas."""
+        self._log(logging.WARNING, "There are to be %d replicas instead of %d.", size, self.liveness.size)
+        return [ReplicaChanged(rank, is_ready=False) for rank in self.liveness.resize(size)]
 
     # -- to the replicas -----------------------------------------------------------------------------------------
 
@@ -146,13 +154,15 @@ class ReplicaGroup:
         """Processes, each given by rank and incarnation, have made a connection that messages can be sent on."""
         decisions: list[Decision] = []
         for rank, incarnation in hellos:
-            if 0 <= rank < self._size:
+            if self.liveness.make_room(rank):
                 decisions += self.liveness.connect(rank, incarnation)
         return self._carry_out(decisions)
 
     def hear(self, incarnation: int, number: int, message: FromCore) -> list[ToFrontend]:
         """A replica has sent a message: its process, and how many messages that had sent before."""
         rank = message.engine_index
+        if not self.liveness.make_room(rank):
+            return []
         if isinstance(message, CoreFailed) and self._failures.get(rank, (0, ""))[0] != incarnation:
             self._failures[rank] = incarnation, message.cause
             if not self.liveness.peers[rank].is_member:  # else its loss is logged
@@ -170,6 +180,8 @@ class ReplicaGroup:
     def note_death(self, died: ReplicaDied) -> list[ToFrontend]:
         """A process has ended, says who started it."""
         rank = died.engine_index
+        if not self.liveness.make_room(rank):
+            return []
         self.liveness.peers[rank].num_deaths = died.num_deaths
         incarnation, cause = self._failures.get(rank, (0, ""))
         if died.outlook == "given up":
@@ -267,7 +279,9 @@ class ReplicaGroup:
         return [lost] if failed is None else [lost, failed]
 
     def _note_loss(self, rank: int, cause: str) -> None:
-        self._latest_loss = cause if self._size == 1 else f"no replica is left; the last, replica {rank}, was lost: {cause}"
+        self._latest_loss = (
+            cause if len(self.liveness.peers) == 1 else f"no replica is left; the last, replica {rank}, was lost: {cause}"
+        )
 
     def _log(self, level: int, text: str, *values: object) -> None:
         if self._is_first:

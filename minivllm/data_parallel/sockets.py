@@ -50,19 +50,24 @@ class KeyPair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: str
 
 
+def make_key() -> KeyPair:
+    """A new key pair."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
 def make_key_file(path: Path) -> None:
     """Write a new key pair that only this user may read.
 
     Raises:
         ConfigError: The file exists, or cannot be written.
     """
-    public, secret = zmq.curve_keypair()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}): name a new file.") from None
     with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(KeyPair(public.decode(), secret.decode()))) + b"\n")
+        file.write(msgspec.json.format(msgspec.json.encode(make_key())) + b"\n")
 
 
 def load_key_file(path: Path) -> KeyPair:

@@ -5,12 +5,15 @@ Mirrors `vllm/v1/executor/ray_utils.py` and `vllm/ray/ray_env.py`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -68,13 +71,31 @@ def connect(address: str | None = None) -> None:
         return
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
     wanted = address or os.environ.get("RAY_ADDRESS")
+    with _own_signal_handlers():
+        try:
+            ray.init(address=wanted or "auto", **quiet)
+        except ConnectionError as error:
+            if wanted:
+                reason = str(error).split("\n")[0].rstrip(".")
+                raise ConfigError(f"There is no Ray cluster at {wanted} ({reason}): `ray start --head` starts one.") from None
+            ray.init(include_dashboard=False, **quiet)
+
+
+@contextlib.contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Keep what this process does at SIGTERM: Ray would exit."""
+    handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=wanted or "auto", **quiet)
-    except ConnectionError as error:
-        if wanted:
-            reason = str(error).split("\n")[0].rstrip(".")
-            raise ConfigError(f"There is no Ray cluster at {wanted} ({reason}): `ray start --head` starts one.") from None
-        ray.init(include_dashboard=False, **quiet)
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def own_address() -> str:
+    """The address of this process's node, at which the others reach it."""
+    ray = import_ray()
+    return _nodes()[ray.get_runtime_context().get_node_id()]
 
 
 def environment_of_actors(num_threads: int | None = None) -> dict[str, str]:
@@ -126,11 +147,25 @@ def find_places(group: PlacementGroup) -> list[Place]:
     return sorted(places, key=lambda place: (place.node_id != here, -sizes[place.node_id], place.ip, place.node_id, place.bundle))
 
 
+def are_there(resources: dict[str, float]) -> bool:
+    """Whether all nodes together have so much, used or not."""
+    has = import_ray().cluster_resources()
+    return all(has.get(name, 0) >= amount for name, amount in resources.items())
+
+
 def num_cpus_of_node(node_id: str) -> int:
     """How many processors Ray has on a node; at least 1."""
     ray = import_ray()
     found = next((node for node in ray.nodes() if node["NodeID"] == node_id), {"Resources": {}})
     return max(1, int(found["Resources"].get("CPU", 1)))
+
+
+def share_of_processors(num_actors: int) -> int:
+    """The processors of this process's node for each of so many actors, if these are spread evenly over the nodes; at least 1."""
+    ray = import_ray()
+    num_nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
+    own = num_cpus_of_node(ray.get_runtime_context().get_node_id())
+    return max(1, own // -(-num_actors // max(1, num_nodes)))
 
 
 def interface_of(ip: str) -> str | None:

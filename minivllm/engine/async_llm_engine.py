@@ -48,7 +48,6 @@ class AsyncLLMEngine:
         detokenizer_cls: What makes the text of each sequence.
 
     Attributes:
-        num_engines: How many replicas there may be.
         stats_by_engine: The state of each replica's scheduler after its latest step, by rank.
         metrics, replicas: For Prometheus; and what the replicas do, and how to restart one.
 
@@ -75,7 +74,7 @@ class AsyncLLMEngine:
     ) -> None:
         self.model_config, self.cache_config, self.scheduler_config = model_config, cache_config, scheduler_config
         self.tokenizer, self._client = tokenizer, client
-        self.replicas, self.num_engines = client, client.num_engines
+        self.replicas = client
         cache_tokens = self.num_gpu_blocks * cache_config.block_size
         self.input_processor = input_processor or InputProcessor(model_config, scheduler_config, tokenizer, cache_tokens, seed)
         self.input_processor.num_engines = self.num_engines
@@ -159,6 +158,11 @@ class AsyncLLMEngine:
             input_processor=engine.input_processor,
             detokenizer_cls=engine.output_processor.detokenizer_cls,
         )
+
+    @property
+    def num_engines(self) -> int:
+        """How many replicas there are to be."""
+        return self._client.num_engines
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -285,6 +289,7 @@ class AsyncLLMEngine:
 
     def _receive(self, message: ToFrontend) -> None:
         """Handle a message from the client, in the client's thread."""
+        self.input_processor.num_engines = self.num_engines
         if isinstance(message, ReplicaChanged):
             self.input_processor.cache_tokens = self.num_gpu_blocks * self.cache_config.block_size
         self._outputs.receive(message)

@@ -36,7 +36,7 @@ from minivllm.engine.core_messages import (
     ToFrontend,
 )
 from minivllm.engine.engine_core import EngineCore
-from minivllm.errors import EngineDeadError
+from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 
@@ -71,7 +71,7 @@ class EngineCoreClient(ABC):
 
     Attributes:
         num_gpu_blocks: Blocks of the core's KV cache on the device.
-        num_engines: How many replicas there are.
+        num_engines: How many replicas there are to be.
         client_index, client_count: Which of the frontends that use them this is, and how many there are.
     """
 
@@ -174,6 +174,9 @@ class AsyncMPClient(MPClient):
 
     def kill(self, rank: int) -> bool:
         return False
+
+    def scale(self, size: int) -> None:
+        raise ConfigError("This server has one engine and no replicas: start it with --data-parallel-size.")
 
     def drop_client(self, client_index: int) -> None:
         pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +120,7 @@ class Metrics:
     Args:
         model_name: The label `model_name` of every metric. The label `engine` is the rank of a replica.
         cache_config: How the engines' caches are laid out.
-        num_engines: How many replicas there are.
+        num_engines: How many replicas there are at the start.
         client_index, client_count: Which of the API servers this is, and how many there are. If there are several, metrics add up over all of
             them, which write to the folder that `SHARED_METRICS` names. Process metrics are left out then: they would be those of the server
             that happens to answer. Only the first reports the engines' gauges.
@@ -136,7 +136,7 @@ class Metrics:
     ) -> None:
         self._layout, self._tells_of_engines = cache_config, client_index == 0
         self.stats_by_engine: dict[int, SchedulerStats] = {}
-        self._token_rates = [TokenRate() for _ in range(num_engines)]
+        self._token_rates: dict[int, TokenRate] = defaultdict(TokenRate)
         self.registry = self._rendered = CollectorRegistry()
         """Of its own, so that two engines in one process do not share metrics."""
         if client_count > 1:
@@ -159,12 +159,9 @@ class Metrics:
         self._finished = Counter("minivllm:request_success", "Finished requests, by reason.", labels, registry=self.registry)
         text = "Configuration of the KV cache, in the labels; the value is 1."
         self._cache_config = Gauge("minivllm:cache_config_info", text, _CACHE_LABELS, **of_gauges)
-        for engine in map(str, range(num_engines)):  # all are 0 from the beginning
-            for metric in (*self._gauges.values(), *self._counters.values(), *self._histograms.values()):
-                metric.labels(model_name, engine)
-            for reason in _FINISHED_REASONS:
-                self._finished.labels(model_name, engine, reason)
         self._model_name = model_name
+        for engine in range(num_engines):
+            self._begin(engine)
         self._of_engines: dict[tuple[str, int], Any] = {}
         """Metrics that have been used, by name and engine."""
         self._counts: dict[str, tuple[float, int]] = {}
@@ -173,6 +170,13 @@ class Metrics:
         """By engine, the labels of its KV cache."""
         self._times: dict[RequestState, RequestTimes] = {}
         """Of requests that have tokens and have not finished."""
+
+    def _begin(self, engine: int) -> None:
+        """Show all metrics of an engine, which are 0 from the beginning."""
+        for metric in (*self._gauges.values(), *self._counters.values(), *self._histograms.values()):
+            metric.labels(self._model_name, str(engine))
+        for reason in _FINISHED_REASONS:
+            self._finished.labels(self._model_name, str(engine), reason)
 
     def render(self) -> bytes:
         """All metrics, in Prometheus' text format."""
@@ -218,6 +222,7 @@ class Metrics:
     def record_change(self, change: ReplicaChanged) -> None:
         """An engine takes requests from now on, or is lost, and with it what it had."""
         rank = change.engine_index
+        self._begin(rank)
         if not change.is_ready or rank not in self.stats_by_engine:  # shared gauges are shown once they are set
             known = self.stats_by_engine.get(rank, SchedulerStats(num_gpu_blocks=change.num_gpu_blocks))
             self.set_stats(rank, known.when_idle())

@@ -82,8 +82,8 @@ def workload(size, seed=0):
     return prompts, params
 
 
-async def collect(engine, prompt, params):
-    return [output async for output in engine.generate(prompt, params)][-1]
+async def collect(engine, prompt, params, **options):
+    return [output async for output in engine.generate(prompt, params, **options)][-1]
 
 
 def process_ids(replicas):

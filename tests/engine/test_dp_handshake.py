@@ -24,6 +24,7 @@ from minivllm.data_parallel.messages import (
     NodeWelcome,
     Refused,
     ReplicaDied,
+    ScaleReplicas,
 )
 from minivllm.data_parallel.sockets import HANDSHAKE_SECONDS, KeyPair, Sockets, check_may_listen, load_key_file, make_key_file
 from minivllm.engine.core_messages import ReplicaLoad
@@ -105,6 +106,14 @@ def test_loads_are_published_and_what_is_no_load_is_dropped(coordinator):
     died = ReplicaDied(2, 5, "its process ended", True, False, 1, "gone")
     reports.send(messages.encode(died))
     assert coordinator.published(ReplicaDied) == died
+
+
+def test_how_many_replicas_there_are_to_be_is_published_at_once_and_nodes_may_have_so_many(coordinator):
+    with coordinator.sockets.connect(zmq.DEALER, coordinator.address, LINGER=0) as handshake:
+        handshake.send(messages.encode(ScaleReplicas(6)))
+        assert coordinator.published(Loads, seconds=2).size == 6
+    assert isinstance(coordinator.node(5), NodeWelcome)
+    assert "ranks 0 to 5" in coordinator.node(6).message
 
 
 def test_a_rank_belongs_to_its_node_for_as_long_as_that_is_alive(coordinator):
@@ -304,6 +313,10 @@ def test_nothing_listens_where_others_can_connect_without_a_key():
     [
         ({"data_parallel_size": 2, "data_parallel_start_rank": 2, "data_parallel_size_local": 1}, "There are replicas 2 to 2"),
         ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "There are replicas 0 to 2"),
+        ({"data_parallel_backend": "slurm"}, "data_parallel_backend is 'slurm'"),
+        ({"data_parallel_backend": "ray", "data_parallel_size_local": 0}, "leave data_parallel_size_local out"),
+        ({"data_parallel_backend": "ray", "data_parallel_start_rank": 1}, "leave data_parallel_start_rank out"),
+        ({"data_parallel_backend": "ray", "data_parallel_key_file": "replicas.key"}, "leave data_parallel_key_file out"),
         ({"data_parallel_size": 2, "data_parallel_size_local": -1}, "data_parallel_size_local is -1"),
         ({"data_parallel_rpc_port": 70_000}, "at most 65535"),
         ({"data_parallel_size": 10**6}, "at most 65535"),
@@ -320,3 +333,4 @@ def test_who_is_where():
     assert list(elsewhere.local_ranks) == [2, 3] and not elsewhere.is_on_one_machine and elsewhere.has_replicas
     assert not ParallelConfig().has_replicas
     assert ParallelConfig(data_parallel_size_local=0).has_replicas
+    assert ParallelConfig(data_parallel_backend="ray").has_replicas, "one, on some node"

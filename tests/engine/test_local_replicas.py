@@ -19,6 +19,7 @@ class FakeProcess:
     """In place of `ReplicaProcess`."""
 
     started = []
+    is_waiting = False
 
     def __init__(self, setup, num_threads, gpus):
         self.rank, self.num_threads = setup.engine_index, num_threads
@@ -54,6 +55,7 @@ class Node:
     """Two ranks, a clock, and what the coordinator hears of them."""
 
     timeout = 10
+    ranks = range(2, 4)
 
     def __init__(self, monkeypatch, tmp_path, **options):
         self.now = 100.0
@@ -63,7 +65,7 @@ class Node:
         monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: self.now))
         parallel = SimpleNamespace(
             data_parallel_size=4,
-            local_ranks=range(2, 4),
+            local_ranks=self.ranks,
             max_replica_deaths=3,
             tensor_parallel_size=1,
             replica_timeout=self.timeout,
@@ -263,3 +265,84 @@ def test_a_start_that_the_system_refuses_is_tried_again_like_one_that_failed(nod
     node.now += 2.1
     [died] = node.replicas.find_ended()
     assert died.outlook == "given up"
+
+
+# -- more and fewer --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(monkeypatch, tmp_path):
+    """Ranks 0 and 1, ready."""
+    monkeypatch.setattr(Node, "ranks", range(2))
+    made = Node(monkeypatch, tmp_path)
+    for process in FakeProcess.started:
+        process.ready_since = made.now - 60.0
+    yield made
+    made.sockets.close()
+
+
+def test_more_are_started_with_the_next_look(two):
+    two.replicas.scale(4)
+    two.replicas.find_ended()
+    assert two.started == [0, 1, 2, 3]
+    two.replicas.scale(4)
+    two.replicas.find_ended()
+    assert two.started == [0, 1, 2, 3], "there are as many already"
+
+
+def test_the_last_finish_what_they_have_and_are_not_started_again(two):
+    two.replicas.scale(1)
+    first, second = FakeProcess.started
+    assert (first.was_told, second.was_told) == (False, True)
+    died = two.end(0, lived=60.0, notes=[Note.FAREWELL])
+    assert (died.engine_index, died.outlook, died.has_died) == (1, "gone", False)
+    two.now += 1000.0
+    assert two.replicas.find_ended() == [] and two.started == [0, 1]
+    assert two.heard()[-1] == NodeAlive("node", [0])
+
+
+def test_one_that_dies_while_it_finishes_what_it_has_has_died_and_is_not_started_again(two):
+    two.replicas.scale(1)
+    died = two.end(-9, lived=60.0)
+    assert (died.outlook, died.has_died) == ("gone", True)
+    two.now += 1000.0
+    assert two.replicas.find_ended() == [] and two.started == [0, 1]
+
+
+def test_one_that_still_loads_is_ended_at_once_and_has_not_died(two):
+    two.replicas.scale(3)
+    two.replicas.find_ended()
+    two.replicas.scale(2)
+    assert FakeProcess.started[-1].exit_status == -9
+    died = two.end(-9)
+    assert (died.engine_index, died.outlook, died.has_died, died.num_deaths) == (2, "gone", False, 0)
+
+
+def test_one_that_waits_to_be_started_again_is_not(two):
+    assert two.end(-9, lived=1.0).outlook == "starting"
+    two.replicas.scale(1)
+    two.now += 1000.0
+    two.replicas.find_ended()
+    assert two.started == [0, 1]
+
+
+def test_one_that_was_to_leave_and_is_wanted_again_is_replaced_when_it_has_left(two):
+    two.replicas.scale(1)
+    two.replicas.scale(2)
+    died = two.end(0, lived=60.0, notes=[Note.FAREWELL])
+    assert (died.engine_index, died.outlook, died.has_died) == (1, "starting", False)
+    two.replicas.find_ended()
+    assert two.started == [0, 1, 1]
+    assert two.end(0, lived=60.0, notes=[Note.FAREWELL]).outlook == "gone", "somebody told it to end"
+
+
+def test_one_that_was_given_up_gets_another_chance_when_it_has_been_left_out(two):
+    for _ in range(3):
+        died = two.end(1)
+        two.now += 100.0
+        two.replicas.find_ended()
+    assert died.outlook == "given up"
+    two.replicas.scale(1)
+    two.replicas.scale(2)
+    two.replicas.find_ended()
+    assert two.started[-1] == 1 and FakeProcess.started[-1].exit_status is None

@@ -9,6 +9,7 @@ import pytest
 
 from minivllm import SamplingParams
 from minivllm.data_parallel.launcher import FrontendPlace
+from minivllm.data_parallel.liveness import MAX_REPLICAS
 from minivllm.data_parallel.messages import ReplicaDied
 from minivllm.data_parallel.replica_group import ReplicaGroup
 from minivllm.engine.core_messages import (
@@ -107,3 +108,35 @@ def test_a_request_that_kills_the_only_engine_is_told_so_in_words_for_one():
     assert [message.is_suspect for message in sent] == [False, True, True]
     world.begin(0, 4)
     assert world.sent[-1] == (0, DeathsExplained()), "the engine is not broken"
+
+
+def test_more_and_fewer_replicas(caplog):
+    world = Group(size=2)
+    group = world.group
+    for rank in range(2):
+        world.begin(rank, rank + 1)
+    assert [told.engine_index for told in group.resize(4)] == [2, 3]
+    assert [status.state for status in group.statuses()] == ["ready", "ready", "starting", "starting"]
+    world.begin(3, 10)
+    assert "Replica 3 takes requests." in caplog.text and group.table.open == [0, 1, 3]
+    assert group.resize(1) == []
+    assert [status.state for status in group.statuses()] == ["ready", "ready", "ready"], "they have not been told yet"
+    assert [status.rank for status in group.statuses()] == [0, 1, 3], "one had not begun"
+    for rank, incarnation in ((1, 2), (3, 10)):
+        end = {"has_died": False, "was_killed": False, "num_deaths": 0, "outlook": "gone"}
+        group.note_death(ReplicaDied(rank, incarnation, "its process ended with status 0", **end))
+    assert [(status.rank, status.state) for status in group.statuses()] == [(0, "ready")]
+    assert "There are to be 1 replicas instead of 4." in caplog.text
+    [again] = group.resize(2)
+    assert again.engine_index == 1 and group.statuses()[1].state == "starting"
+
+
+def test_one_that_is_heard_before_the_number_of_replicas_is_admitted_but_nobody_beyond_all_bounds():
+    world = Group(size=2)
+    world.begin(5, 3)
+    assert world.group.table.open == [5]
+    assert [status.rank for status in world.group.statuses()] == [0, 1, 5]
+    world.group.resize(6)
+    assert [status.state for status in world.group.statuses()] == [*["starting"] * 5, "ready"]
+    assert world.begin(MAX_REPLICAS, 4) == [] and world.begin(-1, 4) == []
+    assert len(world.group.liveness.peers) == 6

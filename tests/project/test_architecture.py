@@ -25,7 +25,7 @@ BELOW = {
     "worker": {"models", "layers", "kernels", "distributed"},
     "executor": {"worker", "distributed"},
     "engine": {"core", "executor", "models", "data_parallel"},
-    "data_parallel": {"core", "engine", "executor"},
+    "data_parallel": {"core", "engine", "executor", "distributed"},
     "bench": {"engine", "core"},
     "simulation": {"bench", "data_parallel", "engine", "core", "executor"},
     "viz": {
@@ -52,6 +52,7 @@ BELOW = {
     },
     "entrypoints": {
         "data_parallel",
+        "distributed.ray_cluster",
         "engine",
         "core",
         "executor",

@@ -130,6 +130,27 @@ def test_buttons_that_kill_are_for_this_machine_alone(capsys):
     assert "--allow-kill" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", [0, -1, 2.5, "3", None, 10**6])
+def test_a_number_of_replicas_that_cannot_be(served, size):
+    answer = served.http.post("/replicas/scale", json={"size": size})
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("size ")
+    assert served.http.post("/replicas/scale", content='{"size": 2}').status_code == 415
+    assert httpx.post(f"{served.url}/replicas/scale", json={"size": 2}).status_code == 401
+    assert served.http.get("/replicas").json()["size"] == 2
+
+
+@pytest.mark.long
+def test_more_and_fewer_under_load(served, expected, capsys):
+    wait_until_ready(served)
+    with streams(served, expected):
+        assert run(served, "scale", "3") == 0
+    with streams(served, expected):
+        assert run(served, "scale", "1") == 0
+    assert [item["state"] for item in replicas(served)] == ["ready"]
+    assert run(served, "scale", "2") == 0
+    assert "Replica 1 is ready." in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_restarted_one_after_another_under_load(served, expected, capsys):
     """Running requests finish where they are, and new ones are answered meanwhile."""

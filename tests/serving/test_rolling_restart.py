@@ -1,4 +1,4 @@
-"""`minivllm replicas restart` against a server whose replicas change between any two of its questions: it waits, and restarts each."""
+"""`minivllm replicas restart` and `scale` against a server whose replicas change between any two of their questions: they wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Server:
         self.until = [SECONDS.get(state, 0.0) for state in states]
         self.restarted, self.deaths_after = [], {}
         monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-        monkeypatch.setattr(httpx.Client, "request", lambda client, method, path, **options: self.answer(method, path))
+        monkeypatch.setattr(httpx.Client, "request", lambda client, method, path, **options: self.answer(method, path, options))
 
     def sleep(self, seconds):
         self.now += seconds
@@ -33,12 +33,22 @@ class Server:
         self.states[rank], self.until[rank] = state, self.now + SECONDS.get(state, 0.0)
         self.processes[rank] += 10 * (state == "starting")
 
-    def answer(self, method, path):
+    def answer(self, method, path, options):
         if method == "GET":
             content = [
                 {"rank": rank, "state": state, "process_id": self.processes[rank]} for rank, state in enumerate(self.states)
             ]
-            return httpx.Response(200, json={"replicas": content})
+            return httpx.Response(200, json={"replicas": content, "size": len(self.states)})
+        if path == "/replicas/scale":
+            size = options["json"]["size"]
+            if size > 8:
+                return httpx.Response(400, json={"error": {"message": f"size is {size}, but must be at most 8."}})
+            for rank in range(len(self.states), size):
+                self.states.append("")
+                self.processes.append(rank), self.until.append(0.0)
+                self.become(rank, "starting")
+            del self.states[size:]
+            return httpx.Response(202, json={"status": "scaling"})
         rank = int(path.split("/")[2])
         if self.deaths_after.pop(rank, None):  # the last look at it was too long ago
             self.become(rank, "starting")
@@ -80,3 +90,30 @@ def test_one_that_does_not_become_ready_in_time_is_an_error_that_names_it(monkey
     Server(monkeypatch, "ready", "starting")
     assert cli.main(["replicas", "restart", "--rolling", "--timeout", "5"]) == 2
     assert "Replicas [1] are not ready after 5 seconds: replica 0 was left alone." in capsys.readouterr().err
+
+
+def test_scale_waits_until_all_are_ready_and_shows_what_happens(monkeypatch, capsys):
+    server = Server(monkeypatch, "ready", "ready")
+    assert cli.main(["replicas", "scale", "3"]) == 0
+    assert server.states == ["ready"] * 3
+    assert capsys.readouterr().err.splitlines()[:2] == ["Replica 2 is starting.", "Replica 2 is ready."]
+    assert cli.main(["replicas", "scale", "1"]) == 0
+    assert "There are 1 replicas" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "words"), [("9", "size is 9, but must be at most 8."), ("two", "invalid int value: 'two'")])
+def test_scale_to_a_number_that_cannot_be(monkeypatch, capsys, given, words):
+    Server(monkeypatch, "ready")
+    try:
+        status = cli.main(["replicas", "scale", given])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("state", "words"), [("given up", "Replicas [1] died too often"), ("starting", "replica 1 is starting")])
+def test_scale_says_which_replica_does_not_come(monkeypatch, capsys, state, words):
+    monkeypatch.setitem(SECONDS, "starting", 1000.0)
+    Server(monkeypatch, "ready", state)
+    assert cli.main(["replicas", "scale", "2", "--timeout", "5"]) == 2
+    assert words in capsys.readouterr().err

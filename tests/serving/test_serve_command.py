@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
+from types import ModuleType
 
 import pytest
 from scripted_server import running_server, scripted_engine
@@ -44,6 +46,19 @@ def test_who_lets_everybody_in_is_warned(told_where):
     assert "warning: anyone who can reach 0.0.0.0 can use this server" in told_where("0.0.0.0")
     assert "warning" not in told_where("0.0.0.0", "a-key")
     assert "warning" not in told_where("::1")
+
+
+def test_replicas_on_a_ray_cluster_need_ray_and_no_headless_nodes(monkeypatch, capsys):
+    on_ray = ["serve", "no-such-model", "--port", "0", "--data-parallel-backend", "ray"]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main(on_ray) == 2
+    printed = capsys.readouterr().err
+    assert "Ray is not installed here" in printed and "pip install 'minivllm[ray]'" in printed
+    assert "will listen on" not in printed, "nothing was started"
+    assert cli.main([*on_ray, "--headless"]) == 2
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    assert cli.main([*on_ray, "--headless"]) == 2
+    assert "leave out --headless, or --data-parallel-backend." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

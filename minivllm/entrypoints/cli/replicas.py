@@ -1,4 +1,4 @@
-"""`minivllm replicas`: lists a server's replicas, and restarts them one after another while it serves."""
+"""`minivllm replicas`: lists a server's replicas, restarts them one after another, or has more or fewer of them, while it serves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PASSING = ("starting", "unreachable", "draining")
 
 def add_replicas_command(commands) -> None:  # noqa: ANN001
     """Register `minivllm replicas`."""
-    summary = "list the replicas of a running server, or restart them"
+    summary = "list the replicas of a running server, restart them, or have more or fewer"
     parser = add_command(commands, "replicas", run_list, summary, "minivllm replicas restart --rolling")
     parser.set_defaults(base_url="http://127.0.0.1:8000", api_key=None)
     _add_server_options(parser)
@@ -30,6 +30,11 @@ def add_replicas_command(commands) -> None:  # noqa: ANN001
     restart.add_argument("--rolling", action="store_true", help="restart all of them, one after another")
     add_option(restart, "--timeout SECONDS", 600.0, "how long a replica may take to finish what it has and to be ready again")
     _add_server_options(restart)
+    summary = "start further replicas, or let the last ones finish their requests and end: no answer is lost"
+    scale = add_command(actions, "scale", run_scale, summary, "minivllm replicas scale 4")
+    scale.add_argument("size", type=int, metavar="N", help="how many replicas there are to be")
+    add_option(scale, "--timeout SECONDS", 600.0, "how long it may take until they are ready, or gone")
+    _add_server_options(scale)
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -55,26 +60,28 @@ class _Server:
         except (httpx.InvalidURL, UnicodeError) as error:
             raise ConfigError(f"--base-url is {arguments.base_url!r}, which is not a URL: {error}.") from None
 
-    def ask(self, method: str, path: str) -> dict[str, Any]:
-        """The server's answer.
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The server's answer, to a JSON body if it is a POST.
 
         Raises:
             ConfigError: There is none, or it is an error.
         """
-        return self._ask(method, path)[1]
+        return self._ask(method, path, body)[1]
 
     def restart(self, rank: int, *, may_wait: bool) -> bool:
         """Restart a replica. False if it cannot be at the moment, and `may_wait`. Raises the errors of `ask`."""
-        status, _ = self._ask("POST", f"/replicas/{rank}/restart", allowed=(409,) if may_wait else ())
+        status, _ = self._ask("POST", f"/replicas/{rank}/restart", None, allowed=(409,) if may_wait else ())
         return status != 409
 
-    def _ask(self, method: str, path: str, allowed: tuple[int, ...] = ()) -> tuple[int, dict[str, Any]]:
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None, allowed: tuple[int, ...] = ()
+    ) -> tuple[int, dict[str, Any]]:
         """Status and content of the answer. Errors with an allowed status are not raised."""
         import httpx
 
         try:
             headers = {"Content-Type": "application/json"} if method == "POST" else None
-            response = self._client.request(method, path, headers=headers)
+            response = self._client.request(method, path, headers=headers, json=body)
             content = response.json()
         except httpx.HTTPError as error:
             raise ConfigError(f"There is no answer from {self._url}: {error or type(error).__name__}.") from None
@@ -145,3 +152,36 @@ def _restart(server: _Server, rank: int, timeout: float, *, must_be_there: bool)
         if replica["state"] == "given up" or seconds > timeout:
             raise ConfigError(f"Replica {rank} is {replica['state']} after {seconds:.0f} seconds: the others were left alone.")
     print(f"and is back after {time.monotonic() - start:.1f} s.", file=sys.stderr, flush=True)
+
+
+def run_scale(arguments: argparse.Namespace) -> int:
+    """Have more or fewer replicas, and wait until they are ready, or gone."""
+    server, start = _Server(arguments), time.monotonic()
+    server.ask("POST", "/replicas/scale", {"size": arguments.size})
+    shown: dict[int, str] = {}
+    while True:
+        content = server.ask("GET", "/replicas")
+        states = {replica["rank"]: replica["state"] for replica in content["replicas"]}
+        if content["size"] == arguments.size:
+            _show_changes(shown, states)
+            if len(states) == arguments.size and set(states.values()) == {"ready"}:
+                print(f"There are {arguments.size} replicas, after {time.monotonic() - start:.1f} s.", file=sys.stderr)
+                return 0
+        if failed := [rank for rank, state in states.items() if rank < arguments.size and state == "given up"]:
+            raise ConfigError(f"Replicas {failed} died too often and are given up: see the server's log.")
+        if time.monotonic() - start > arguments.timeout:
+            left = {rank: state for rank, state in states.items() if rank >= arguments.size or state != "ready"}
+            words = ", ".join(f"replica {rank} is {state}" for rank, state in left.items()) or "the coordinator does not answer"
+            raise ConfigError(f"After {arguments.timeout:.0f} seconds there are not {arguments.size} replicas yet: {words}.")
+        time.sleep(POLL_SECONDS)
+
+
+def _show_changes(shown: dict[int, str], states: dict[int, str]) -> None:
+    """Print the states that have not been shown yet, except for replicas that were ready from the start."""
+    is_first = not shown
+    for rank in sorted(shown.keys() | states):
+        state = states.get(rank, "gone")
+        if shown.get(rank) != state:
+            shown[rank] = state
+            if not (is_first and state == "ready"):
+                print(f"Replica {rank} is {state}.", file=sys.stderr, flush=True)

@@ -125,6 +125,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], AsyncLLMEngine] | None = None) -> int:
     """Serve until Ctrl-C. `make_engine` starts an engine of another kind."""
     from minivllm.core.static_batching import StaticBatchScheduler
+    from minivllm.distributed.ray_cluster import import_ray
     from minivllm.engine.async_llm_engine import AsyncLLMEngine
     from minivllm.entrypoints.server.launcher import run_server
     from minivllm.entrypoints.server.request_log import configure_logging
@@ -155,9 +156,15 @@ def serve(arguments: argparse.Namespace, make_engine: Callable[[EngineArgs], Asy
             raise ConfigError(f"Two models are given, {arguments.served_model} and --model {args.model}: leave one out.")
         args = dataclasses.replace(args, model=arguments.served_model)
     configure_logging(arguments.log_level)
+    if args.data_parallel_backend == "ray":
+        import_ray()
     if arguments.headless:
         from minivllm.entrypoints.cli.headless import run_headless
 
+        if args.data_parallel_backend == "ray":
+            raise ConfigError(
+                "Ray starts the replicas on all nodes of its cluster: leave out --headless, or --data-parallel-backend."
+            )
         if arguments.api_server_count != 1:
             raise ConfigError("With --headless there is no API server here: leave out --api-server-count.")
         return run_headless(limit_steps(args), restart=restart)

@@ -1,6 +1,7 @@
 """Routes for operators: list the replicas, restart one, kill one to see what happens.
 
     GET  /replicas                  all of them, even while none is ready
+    POST /replicas/scale            {"size": 4}: start further ones, or let the last ones finish their requests and end
     POST /replicas/{rank}/restart   it finishes its requests while others get the new ones, and is then replaced
     POST /replicas/{rank}/kill      with --allow-kill: its process is killed, and other replicas continue its requests
 
@@ -9,18 +10,22 @@ A POST needs `Content-Type: application/json`, which a page of another site may 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from typing_extensions import TypedDict
 
+from minivllm.data_parallel.liveness import MAX_REPLICAS
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.core_messages import SchedulerStats
 from minivllm.entrypoints.openai.errors import ApiError
-from minivllm.entrypoints.server.json_route import has_json
+from minivllm.entrypoints.openai.protocol import Body
+from minivllm.entrypoints.server.json_route import JsonRoute, has_json
 from minivllm.entrypoints.server.state import ServerState, state_of
+from minivllm.errors import ConfigError
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 class ReplicaHealth(TypedDict):
@@ -39,9 +44,10 @@ class ReplicaHealth(TypedDict):
 
 
 class ReplicasResponse(TypedDict):
-    """The response of /replicas."""
+    """The response of /replicas: all that are there, how many there are to be, and what became of streams whose replica was lost."""
 
     replicas: list[ReplicaHealth]
+    size: int
     streams_resumed: int
     streams_lost: int
 
@@ -49,7 +55,13 @@ class ReplicasResponse(TypedDict):
 class AcceptedResponse(TypedDict):
     """The response to a request that is carried out soon."""
 
-    status: Literal["restarting", "killed"]
+    status: Literal["restarting", "killed", "scaling"]
+
+
+class ScaleRequest(Body):
+    """The body of POST /replicas/scale."""
+
+    size: Annotated[int, Field(ge=1, le=MAX_REPLICAS, description="How many replicas there are to be.")]
 
 
 def describe_replicas(engine: AsyncLLMEngine) -> list[ReplicaHealth]:
@@ -77,20 +89,31 @@ async def list_replicas(request: Request) -> ReplicasResponse:
     """All replicas."""
     engine = state_of(request).engine
     resumed, lost = engine.metrics.count("num_resumed_requests"), engine.metrics.count("num_lost_requests")
-    return {"replicas": describe_replicas(engine), "streams_resumed": resumed, "streams_lost": lost}
+    replicas, size = describe_replicas(engine), engine.num_engines
+    return {"replicas": replicas, "size": size, "streams_resumed": resumed, "streams_lost": lost}
 
 
 @router.post("/replicas/{rank}/restart", status_code=202)
 async def restart_replica(rank: int, request: Request) -> AcceptedResponse:
     """Let a replica finish its requests, and replace it."""
     state = _checked(request, rank)
-    if not state.settings.may_manage:
-        what = "A server that other machines can reach restarts replicas only for callers with its API key"
-        raise ApiError(403, f"{what}: set --api-key.")
+    _check_may_manage(state)
     if not state.engine.replicas.restart(rank):
         what = f"Replica {rank} is {_state_of(state, rank)}, and only one that is ready can be restarted"
         raise ApiError(409, f"{what}: try again later.")
     return {"status": "restarting"}
+
+
+@router.post("/replicas/scale", status_code=202)
+async def scale_replicas(body: ScaleRequest, request: Request) -> AcceptedResponse:
+    """Have so many replicas."""
+    state = state_of(request)
+    _check_may_manage(state)
+    try:
+        state.engine.replicas.scale(body.size)
+    except ConfigError as error:
+        raise ApiError(400, str(error)) from None
+    return {"status": "scaling"}
 
 
 @router.post("/replicas/{rank}/kill", status_code=202)
@@ -102,6 +125,13 @@ async def kill_replica(rank: int, request: Request) -> AcceptedResponse:
     if not state.engine.replicas.kill(rank):
         raise ApiError(409, f"Replica {rank} is {_state_of(state, rank)} and cannot be killed now.")
     return {"status": "killed"}
+
+
+def _check_may_manage(state: ServerState) -> None:
+    """Raise an ApiError if the request could come from anyone."""
+    if not state.settings.may_manage:
+        what = "A server that other machines can reach starts and ends replicas only for callers with its API key"
+        raise ApiError(403, f"{what}: set --api-key.")
 
 
 def _state_of(state: ServerState, rank: int) -> str:

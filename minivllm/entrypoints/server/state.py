@@ -11,7 +11,7 @@ import ipaddress
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -84,10 +84,10 @@ class ServerSettings:
 
 
 class Admission:
-    """Limits the sequences in flight to `capacity`, counted from before tokenization."""
+    """Limits the sequences in flight to a capacity, which may change, counted from before tokenization."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, get_capacity: Callable[[], int]) -> None:
+        self._get_capacity = get_capacity
         self.num_sequences = 0
         self.num_requests = 0
 
@@ -98,11 +98,12 @@ class Admission:
         Raises:
             ApiError: 400 if it exceeds the total capacity, 429 if too little of it is free.
         """
-        if num_sequences > self.capacity:
+        capacity = self._get_capacity()
+        if num_sequences > capacity:
             message = f"The request asks for {num_sequences} continuations (prompts times n), but this server accepts at most "
-            raise ApiError(400, f"{message}{self.capacity} at once: send fewer prompts at a time, or lower n.")
-        if self.num_sequences + num_sequences > self.capacity:
-            in_flight = f"it has {self.num_sequences} continuations in flight and accepts {self.capacity}"
+            raise ApiError(400, f"{message}{capacity} at once: send fewer prompts at a time, or lower n.")
+        if self.num_sequences + num_sequences > capacity:
+            in_flight = f"it has {self.num_sequences} continuations in flight and accepts {capacity}"
             raise ApiError(429, f"The server is full: {in_flight}. Try again.")
         self.num_sequences += num_sequences
         self.num_requests += 1
@@ -215,8 +216,12 @@ class ServerState:
             tokenizer_of(self.engine).hf_tokenizer.chat_template = self.settings.chat_template
         if self.settings.escape_special_tokens:
             tokenizer_of(self.engine).escapes_special_tokens = True
+        self.admission = Admission(self._capacity)
+
+    def _capacity(self) -> int:
+        """How many sequences may be in flight here: more with more replicas."""
         max_running = self.engine.scheduler_config.max_num_seqs * self.engine.num_engines
-        self.admission = Admission(math.ceil((max_running + self.settings.max_waiting) / self.settings.api_server_count))
+        return math.ceil((max_running + self.settings.max_waiting) / self.settings.api_server_count)
 
 
 def state_of(request: Request) -> ServerState:
