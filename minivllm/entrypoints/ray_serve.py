@@ -21,7 +21,15 @@ from minivllm.entrypoints.server.request_log import configure_logging
 from minivllm.entrypoints.server.state import ServerSettings, ServerState
 from minivllm.errors import ConfigError
 
-_SETTINGS = ("api_keys", "max_request_bytes", "max_waiting", "request_timeout", "allowed_origins", "salt_by_key", "escape_special_tokens")
+_SETTINGS = (
+    "api_keys",
+    "max_request_bytes",
+    "max_waiting",
+    "request_timeout",
+    "allowed_origins",
+    "salt_by_key",
+    "escape_special_tokens",
+)
 """Of `ServerSettings`; Ray Serve has its own for the rest."""
 _state: ServerState
 """Of this process's replica."""
@@ -73,7 +81,11 @@ def app(args: dict[str, Any]) -> Any:
     actor = {"num_cpus": parallel.world_size, "runtime_env": {"env_vars": environment_of_actors()}}
     if engine_args.device == "cuda":
         actor["num_gpus"] = parallel.world_size
-    defaults = {"name": "minivllm", "max_ongoing_requests": engine_args.max_num_seqs + settings.max_waiting, "ray_actor_options": actor}
+    defaults = {
+        "name": "minivllm",
+        "max_ongoing_requests": engine_args.max_num_seqs + settings.max_waiting,
+        "ray_actor_options": actor,
+    }
     deployment = serve.deployment(serve.ingress(_make_app)(MinivllmServer), **defaults | options)
     return deployment.bind(engine_args, settings)
 
