@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import time
 from unittest import mock
 
@@ -55,7 +57,9 @@ class RayNodes:
                     time.sleep(0.1)
 
         minimal = mock.patch.object(utils, "get_dashboard_dependency_error", lambda: ImportError("no dashboard in tests"))
-        with mock.patch.object(services, "get_node", patient), minimal:  # agents of nodes import half as much
+        is_main = threading.current_thread() is threading.main_thread()
+        no_handlers = contextlib.nullcontext() if is_main else mock.patch.object(signal, "signal", lambda *given: None)
+        with mock.patch.object(services, "get_node", patient), minimal, no_handlers:  # agents of nodes import half as much
             for attempt in range(NUM_ATTEMPTS):  # with too little time from the processors, a node ends while it starts
                 with contextlib.suppress(Exception) if attempt + 1 < NUM_ATTEMPTS else contextlib.nullcontext():
                     return self._cluster.add_node(
