@@ -35,6 +35,7 @@ LONG = (
     "test_lesson_07.py",
     "test_lesson_13.py",
     "test_failover.py",
+    "test_ray_replicas.py",
     "test_course_command.py",
     "test_bench_engines.py",
     "test_process_per_request.py",

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 COPIED_VARIABLES = ("MINIVLLM_", "HF_", "NCCL_", "GLOO_", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "NUMBA_CPU_NAME")
-"""Environment variables that begin like this are those of the driver in all actors."""
+"""Environment variables that begin like this are those of the driver in all actors, unless they are secrets."""
+SECRETS = ("MINIVLLM_API_KEY", "HF_TOKEN")
+"""No actor needs them, and Ray shows to whoever asks what environment an actor was given."""
 SECONDS_FOR_PLACES = 60.0
 """How long to wait for places that the cluster has, but others use."""
 
@@ -100,7 +102,7 @@ def own_address() -> str:
 
 def environment_of_actors(num_threads: int | None = None) -> dict[str, str]:
     """Environment variables for an actor, as `runtime_env={"env_vars": …}`: some of this process, and the number of threads to compute with."""
-    environment = {name: value for name, value in os.environ.items() if name.startswith(COPIED_VARIABLES)}
+    environment = {name: value for name, value in os.environ.items() if name.startswith(COPIED_VARIABLES) and name not in SECRETS}
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
         environment["GOMP_SPINCOUNT"] = OPENMP_SPINS
     if num_threads is not None:

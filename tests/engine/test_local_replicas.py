@@ -346,3 +346,22 @@ def test_one_that_was_given_up_gets_another_chance_when_it_has_been_left_out(two
     two.replicas.scale(2)
     two.replicas.find_ended()
     assert two.started[-1] == 1 and FakeProcess.started[-1].exit_status is None
+
+
+# -- elsewhere -------------------------------------------------------------------------------------------------------
+
+
+def test_those_that_are_started_elsewhere_find_out_their_threads_there_and_may_wait_for_room(monkeypatch, tmp_path):
+    def refuse(*arguments):
+        raise AssertionError("not on this machine")
+
+    node = Node(monkeypatch, tmp_path, start=lambda setup, num_threads: FakeProcess(setup, num_threads, None))
+    monkeypatch.setattr(processes, "ReplicaProcess", refuse)
+    assert [process.num_threads for process in FakeProcess.started] == [None, None]
+    assert node.replicas.waiting == set()
+    FakeProcess.started[1].is_waiting = True
+    assert node.replicas.waiting == {3}
+    node.end(-9, lived=60.0)
+    node.replicas.find_ended()
+    assert node.started == [2, 3, 3]
+    node.sockets.close()

@@ -5,8 +5,10 @@ A test file that uses it begins with `pytest.importorskip("ray", reason=WHY_NOT)
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
+import signal
 import time
 from unittest import mock
 
@@ -32,6 +34,8 @@ class RayNodes:
         from ray.cluster_utils import Cluster
 
         self._num_cpus = num_cpus
+        # Linux ends a node's processes with the thread that has started them.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._cluster = Cluster(shutdown_at_exit=True)
         self._add(num_cpus=0, include_dashboard=False, no_monitor=True)
         self.address = self._cluster.address
@@ -39,6 +43,9 @@ class RayNodes:
             self.add()
 
     def _add(self, **options):
+        return self._thread.submit(self._start, **options).result()
+
+    def _start(self, **options):
         from ray._private import services, utils
 
         get_node = services.get_node
@@ -55,7 +62,8 @@ class RayNodes:
                     time.sleep(0.1)
 
         minimal = mock.patch.object(utils, "get_dashboard_dependency_error", lambda: ImportError("no dashboard in tests"))
-        with mock.patch.object(services, "get_node", patient), minimal:  # agents of nodes import half as much
+        no_handlers = mock.patch.object(signal, "signal", lambda *given: None)  # those are for the main thread
+        with mock.patch.object(services, "get_node", patient), minimal, no_handlers:  # agents of nodes import half as much
             for attempt in range(NUM_ATTEMPTS):  # with too little time from the processors, a node ends while it starts
                 with contextlib.suppress(Exception) if attempt + 1 < NUM_ATTEMPTS else contextlib.nullcontext():
                     return self._cluster.add_node(
@@ -100,6 +108,7 @@ class RayNodes:
 
         ray.shutdown()
         self._cluster.shutdown()
+        self._thread.shutdown()
 
     def _find(self, node_id):
         return next(node for node in self._cluster.worker_nodes if node.node_id == node_id)
