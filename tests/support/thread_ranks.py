@@ -24,7 +24,6 @@ from minivllm.executor.base import Executor, PendingStep
 from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceOutput
 from minivllm.worker.worker import Worker
 
-
 SECONDS = 600.0
 """How long ranks wait for each other: one may be compiling kernels on a busy machine."""
 
