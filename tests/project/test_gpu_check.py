@@ -12,8 +12,11 @@ import time
 from pathlib import Path
 
 import gpu_engine
+import gpu_kernels
 import psutil
 import pytest
+
+from minivllm.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +33,12 @@ def load(name, file=None):
 @pytest.fixture(scope="module")
 def gpu_check():
     return load("gpu_check")
+
+
+@pytest.fixture(scope="module")
+def amx():
+    """The benchmark: tests have a module of this name, too."""
+    return load("benchmark_of_amx", "benchmarks/amx.py")
 
 
 @pytest.fixture
@@ -154,6 +163,31 @@ def test_results_that_cannot_be_added_to_a_file_are_refused_before_anything_runs
         run(gpu_check, monkeypatch, out, "tests")
     assert "choose another file with --out" in capsys.readouterr().err
     assert not ran
+
+
+@pytest.mark.parametrize("module", [gpu_engine, gpu_kernels])
+def test_a_benchmark_refuses_a_file_that_it_cannot_write_before_it_measures(monkeypatch, tmp_path, module):
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "measure_copy_bandwidth", lambda: pytest.fail("it measures"))
+    monkeypatch.setattr(module, "compare_with_reference", lambda: pytest.fail("it measures"), raising=False)
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--json" if module is gpu_engine else "--out", str(tmp_path)])
+    with pytest.raises(ConfigError, match="cannot be written"):
+        module.main()
+
+
+def test_no_rounds_are_refused(monkeypatch, capsys, amx):
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--rounds", "0"])
+    for module in (gpu_engine, amx):
+        with pytest.raises(SystemExit):
+            module.main()
+        assert "--rounds must be at least 1." in capsys.readouterr().err
+
+
+def test_why_a_measurement_of_amx_failed_is_shown(monkeypatch, capfd, amx):
+    monkeypatch.setattr(amx, "__file__", "no_such_script.py")
+    with pytest.raises(subprocess.CalledProcessError):
+        amx.run_side("")
+    assert "no_such_script.py" in capfd.readouterr().err
 
 
 def test_a_check_says_what_it_lacks(gpu_check, monkeypatch, capsys, tmp_path):
