@@ -37,6 +37,10 @@ class TokenCounts:
         self._counted: dict[Key, int] = {}
         """How many output tokens of each sequence have been counted."""
 
+    def is_for(self, logits: Tensor) -> bool:
+        """Whether they can be applied to these logits, of the same vocabulary and on the same device."""
+        return logits.shape[1] == self._counts.shape[1] and logits.device == self._device
+
     def penalize(self, logits: Tensor, rows: list[int], seqs: Sequence[SequenceData]) -> None:
         """Apply the penalties of some rows in place, without waiting for the device.
 
