@@ -187,9 +187,9 @@ def summarize(result: dict, out: Path, names: list[str]) -> int:
     for name, check in checks.items():
         word = "not run" if check["passed"] is None else "passed" if check["passed"] else "FAILED"
         print(f"{word:<9}{name:<36}{check['seconds']:>5.0f} s")
-    kernels = result.get("kernels", {}).get("kernels", [])
-    missed = [kernel["name"] for kernel in kernels if kernel["goal"] and not kernel["met"]]
-    missed += [row["name"] for row in result.get("engine", {}).get("rows", []) if row["met"] is False]
+    kernels, engine = (result.get(part, {}) if part in names else {} for part in ("kernels", "engine"))
+    missed = [kernel["name"] for kernel in kernels.get("kernels", []) if kernel["goal"] and not kernel["met"]]
+    missed += [row["name"] for row in engine.get("rows", []) if row["met"] is False]
     print(f"goals missed: {'; '.join(missed) or 'none'}\nwritten to {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}")
     passed = [check["passed"] for check in checks.values()]
     return 1 if False in passed else NOT_RUN if None in passed else 0

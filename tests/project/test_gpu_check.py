@@ -94,14 +94,16 @@ def test_a_part_that_dies_takes_no_other_with_it_and_its_output_is_shown(gpu_che
     assert "goals missed: slow" in printed
 
 
-def test_parts_are_kept_beside_those_that_were_run_before(gpu_check, pretended, monkeypatch, tmp_path):
+def test_parts_are_kept_beside_those_that_were_run_before(gpu_check, pretended, monkeypatch, capsys, tmp_path):
     scripts, ran = pretended
-    out = tmp_path / "out.json"
-    scripts["kernels"] = "import json; json.dump({'kernels': []}, open(RESULTS, 'w'))"
+    out, found = tmp_path / "out.json", {"kernels": [{"name": "slow", "goal": 2, "met": False}]}
+    scripts["kernels"] = f"import json; json.dump({found}, open(RESULTS, 'w'))"
     run(gpu_check, monkeypatch, out, "kernels")
+    assert "goals missed: slow" in capsys.readouterr().out
     assert run(gpu_check, monkeypatch, out, "tests") == 0
+    assert "goals missed: none" in capsys.readouterr().out, "those of the parts that were run now"
     result = json.loads(out.read_text())
-    assert list(result["checks"]) == ["kernels", "tests"] and result["kernels"] == {"kernels": []}
+    assert list(result["checks"]) == ["kernels", "tests"] and result["kernels"] == found
     assert ran == ["kernels", "tests"]  # and no model was made for these
 
 
