@@ -75,9 +75,8 @@ def run_side(features: str) -> dict[str, float]:
     """`measure` in a process that may use these features."""
     environment = os.environ | ({"MINIVLLM_CPU_FEATURES": features} if features else {})
     command = [sys.executable, __file__, "--measure"]
-    return json.loads(
-        subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-    )
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)  # why it failed is shown
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> int:
@@ -90,6 +89,8 @@ def main() -> int:
     if arguments.measure:
         print(json.dumps(measure()))
         return 0
+    if arguments.rounds < 1:
+        parser.error("--rounds must be at least 1.")
     check_writable(arguments.json)
     from minivllm.kernels.cpu.native import features
 

@@ -42,6 +42,7 @@ from minivllm.bench.report import find_origin, format_table, to_json
 from minivllm.bench.serve import Load, ServingResult, measure_serving, summarize
 from minivllm.bench.summary import Goals
 from minivllm.bench.workloads import WorkloadRequest, make_workload, warm_up_requests
+from minivllm.entrypoints.cli.options import check_writable
 
 PARTS = ("offline", "decode", "http")
 TWO_STEPS = {"async_scheduling": True}
@@ -302,6 +303,9 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="with a tiny model on a CPU, to see that it runs")
     parser.add_argument("--json", type=Path, help="where to save the results")
     args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("--rounds must be at least 1.")
+    check_writable(args.json)
     if not args.rehearse and not torch.cuda.is_available():
         print("There is no CUDA device that torch can use here; --rehearse shows whether this script runs.")
         return 1

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minivllm.bench.report import find_origin, to_json
+from minivllm.entrypoints.cli.options import check_writable
 from minivllm.kernels import reference
 
 HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE = 128, 8, 16
@@ -239,6 +240,9 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("There is no CUDA device here: this benchmark is for GPUs (benchmarks/cpu_kernels.py is for CPUs).")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(args.out)
     torch.manual_seed(0)
     compare_with_reference()
     bandwidth, matrix_rate = measure_copy_bandwidth(), measure_matrix_rate()
@@ -282,7 +286,6 @@ def main() -> None:
         print()
         result["sweep"] = sweep()
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(to_json(result))
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import warm_processes
 from hypothesis import HealthCheck, settings
+from nightly import NIGHTLY
 
 pytest.register_assert_rewrite("lesson_checks")
 
@@ -50,34 +51,32 @@ WITH_PROCESSES = {"bench", "distributed", "engine", "serving"}
 
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("short", max_examples=20, **_common)
+settings.register_profile("long", max_examples=50, **_common)
 settings.register_profile("default", max_examples=100, **_common)
 settings.register_profile("nightly", max_examples=1000, **_common)
 settings.register_profile("gpu-check", max_examples=45, **_common)  # each new shape is compiled, on a machine that is lent
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--long` runs all tests, with all examples."""
+    """`--long` runs all tests but those for the night, with more examples."""
     parser.addoption(
         "--long",
         action="store_true",
         default=NIGHTLY,
-        help="run the tests that are marked long, too, and property tests with all examples",
+        help="run the tests that are marked long, too, and property tests with more examples",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fewer examples for anyone who is waiting for the result, unless HYPOTHESIS_PROFILE says how many."""
-    if "HYPOTHESIS_PROFILE" not in os.environ and not config.getoption("--long"):
-        settings.load_profile("short")
+    if "HYPOTHESIS_PROFILE" not in os.environ:
+        settings.load_profile("long" if config.getoption("--long") else "short")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out long tests, unless with `--long`. With several processes, long files come first.
+    """Leave out long tests, unless with `--long`, and nightly ones by day. With several processes, long files come first.
 
     Cells of notebooks are slow tests: `-m "not slow"` leaves the notebooks out. Those of solutions are long ones.
     """
@@ -86,11 +85,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
             if item.path.parent.name == "solutions":  # the tests of lessons run their code, too
                 item.add_marker("long")
-    if not config.getoption("--long"):
-        left_out = [item for item in items if item.get_closest_marker("long")]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item not in set(left_out)]
+    wanted = {"long": config.getoption("--long"), "nightly": NIGHTLY}
+    left_out = [item for item in items if any(item.get_closest_marker(name) and not runs for name, runs in wanted.items())]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     if "PYTEST_XDIST_WORKER" in os.environ:
         order = {name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: order.get(item.path.name, len(LONG) + (item.path.suffix != ".ipynb")))

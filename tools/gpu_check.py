@@ -171,8 +171,13 @@ def run_parts(parts: list[str], note) -> None:  # noqa: ANN001
                     if part in CHECKS:
                         note(part, Outcome(None, 0.0, {}, "The model could not be made.\n"))
         running = {pool.submit(run_part, part, folder, alone=False): part for part in together}
-        for future in concurrent.futures.as_completed(running):
-            note(running[future], future.result())
+        try:
+            for future in concurrent.futures.as_completed(running):
+                note(running[future], future.result())
+        except BaseException:  # Ctrl-C, say: the pool would wait for all of them
+            for leader in [*RUNNING]:
+                kill(leader)
+            raise
 
 
 def summarize(result: dict, out: Path, names: list[str]) -> int:
@@ -182,9 +187,9 @@ def summarize(result: dict, out: Path, names: list[str]) -> int:
     for name, check in checks.items():
         word = "not run" if check["passed"] is None else "passed" if check["passed"] else "FAILED"
         print(f"{word:<9}{name:<36}{check['seconds']:>5.0f} s")
-    kernels = result.get("kernels", {}).get("kernels", [])
-    missed = [kernel["name"] for kernel in kernels if kernel["goal"] and not kernel["met"]]
-    missed += [row["name"] for row in result.get("engine", {}).get("rows", []) if row["met"] is False]
+    kernels, engine = (result.get(part, {}) if part in names else {} for part in ("kernels", "engine"))
+    missed = [kernel["name"] for kernel in kernels.get("kernels", []) if kernel["goal"] and not kernel["met"]]
+    missed += [row["name"] for row in engine.get("rows", []) if row["met"] is False]
     print(f"goals missed: {'; '.join(missed) or 'none'}\nwritten to {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}")
     passed = [check["passed"] for check in checks.values()]
     return 1 if False in passed else NOT_RUN if None in passed else 0
@@ -212,8 +217,11 @@ def main() -> int:
         print("There is no CUDA device that torch can use here. Without one, `make test` runs the same kernels interpreted.")
         return 1
     out = args.out or ROOT / f"benchmarks/results/gpu_check_{datetime.date.today().isoformat()}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    earlier = json.loads(out.read_text()) if out.exists() else {}
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        earlier = json.loads(out.read_text()) if out.exists() else {}
+    except (OSError, ValueError) as error:
+        parser.error(f"results cannot be added to {out} ({error}): choose another file with --out.")
     result = earlier | find_origin() | {"checks": earlier.get("checks", {})}
     print(result["machine"], flush=True)
     parts = [part for part in PARTS if part in args.parts or (not args.parts and part not in NOT_BY_DEFAULT)]
@@ -231,8 +239,6 @@ def main() -> int:
     try:
         run_parts(parts, note)
     except KeyboardInterrupt:
-        for leader in [*RUNNING]:
-            kill(leader)
         print("\nStopped.")
         summarize(result, out, noted)
         return 1
@@ -242,4 +248,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the parts would go on, and keep the GPU's memory
     sys.exit(main())

@@ -262,6 +262,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="for what a lesson prints, as JSON")
     args = parser.parse_args()
     if args.name in CHECKS:
+        if args.model is None:
+            parser.error(f"{args.name} needs --model, the folder of the model.")
+        if not torch.cuda.is_available():
+            print("There is no CUDA device that torch can use here.")
+            return NOT_RUN
         return 0 if CHECKS[args.name](args.model) else 1
     passed, printed = run_lesson(args.name)
     print(printed)

@@ -102,7 +102,7 @@ class Sampler:
     _kept: tuple[SamplingMetadata, ...] = ()
     """Of the last few batches, the newest first."""
     _token_counts: TokenCounts | None = None
-    """On a GPU."""
+    """Of the last logits on a GPU."""
 
     def sample(self, logits: Tensor, rows: list[SamplingRow]) -> list[SampledToken]:
         """Choose one token for each row.
@@ -118,9 +118,10 @@ class Sampler:
         ops = load_sampling_ops(logits.device)
         logits = logits.float() if ops is None else as_kernels_take_them(logits)
         metadata = self._find_metadata(rows, logits)
-        if ops is not None and self._token_counts is None:
+        if ops is not None and (self._token_counts is None or not self._token_counts.is_for(logits)):
             self._token_counts = TokenCounts(logits.shape[1], logits.device, ops)
-        processed = adjust_logits(logits, rows, self._token_counts) if metadata.may_adjust else logits
+        counts = None if ops is None else self._token_counts
+        processed = adjust_logits(logits, rows, counts) if metadata.may_adjust else logits
         positions = [rows[i].position for i in metadata.random_rows]
         token_ids = choose_by_kernels(ops, processed, metadata, positions) if ops else choose(processed, metadata, positions)
         logprobs = [

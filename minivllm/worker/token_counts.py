@@ -37,6 +37,10 @@ class TokenCounts:
         self._counted: dict[Key, int] = {}
         """How many output tokens of each sequence have been counted."""
 
+    def is_for(self, logits: Tensor) -> bool:
+        """Whether they can be applied to these logits, of the same vocabulary and on the same device."""
+        return logits.shape[1] == self._counts.shape[1] and logits.device == self._device
+
     def penalize(self, logits: Tensor, rows: list[int], seqs: Sequence[SequenceData]) -> None:
         """Apply the penalties of some rows in place, without waiting for the device.
 
@@ -77,17 +81,18 @@ class TokenCounts:
 
     def _make_room(self, seqs: dict[Key, SequenceData]) -> None:
         """Give each of these sequences a row: a new one, or, when others have as many, that of the one that has not been used for longest."""
+        new = [key for key in seqs if key not in self._slots]
+        limit = max(LEAST_ROWS, 2 * len(seqs))  # batches may take turns
+        if min(limit, len(self._slots) + len(new)) > len(self._counts):  # first, as there may be too little memory
+            more = self._counts.new_zeros((limit - len(self._counts), self._counts.shape[1]))
+            self._counts = torch.cat([self._counts, more])
         for key in seqs:
             if key in self._slots:
                 self._slots[key] = self._slots.pop(key)  # used last
-        limit = max(LEAST_ROWS, 2 * len(seqs))  # batches may take turns
-        for key in [key for key in seqs if key not in self._slots]:
+        for key in new:
             if len(self._slots) < limit:
                 self._slots[key] = len(self._slots)
             else:
                 oldest = next(iter(self._slots))
                 self._slots[key] = self._slots.pop(oldest)
-                del self._counted[oldest]
-        if len(self._slots) > len(self._counts):
-            more = self._counts.new_zeros((limit - len(self._counts), self._counts.shape[1]))
-            self._counts = torch.cat([self._counts, more])
+                self._counted.pop(oldest, None)  # it is not there if its first step has failed

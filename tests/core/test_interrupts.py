@@ -9,6 +9,7 @@ from pathlib import Path
 from traceback import walk_stack
 
 import pytest
+from nightly import NIGHTLY
 from shadow import expected_tokens, shadow_engine
 
 from minivllm import SamplingParams
@@ -105,7 +106,7 @@ def run_interrupted(options: dict, step: int, number: int) -> bool:
 @pytest.mark.parametrize("step", [1, 4, 9])
 @pytest.mark.parametrize("way", WAYS)
 def test_anywhere(way, step, pytestconfig):
-    every = 1 if pytestconfig.getoption("--long") else 23
+    every = 1 if NIGHTLY else 5 if pytestconfig.getoption("--long") else 23
     number = 1
     while run_interrupted(WAYS[way], step, number):
         number += every

@@ -37,6 +37,8 @@ from minivllm.course.pages import export_pages
 pytestmark = [needs_chromium, pytest.mark.slow]
 LESSONS = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
 WITH_WIDGETS = [name for name in LESSONS if "jupyter.widget-view+json" in (ROOT / f"notebooks/{name}.ipynb").read_text("utf-8")]
+SHOWN = ("00_start_here", "07_the_scheduler", "10_prefix_caching_and_chunked_prefill")
+"""Lessons whose widgets are tried by day."""
 UNTIL_RUN = 180
 """Seconds until a lesson must have run, on a busy machine."""
 
@@ -134,7 +136,7 @@ def hidden_cells(name):
     return [cell for cell in nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells if is_folded(cell)]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != LESSONS[0])) for name in LESSONS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != LESSONS[0])) for name in LESSONS])
 def test_jupyterlab_opens_a_lesson_with_its_answers_folded(open_notebook, name):
     page = open_notebook(name)
     folded = hidden_cells(name)
@@ -339,7 +341,9 @@ def lessons_page(browser):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lesson", WITH_WIDGETS)
+@pytest.mark.parametrize(
+    "lesson", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in SHOWN)) for name in WITH_WIDGETS]
+)
 def test_a_lesson_runs_and_its_widgets_answer(lessons_page, jupyterlab, lesson):
     page = visit(lessons_page, jupyterlab, f"cut_{lesson}")
     page.get_by_role("menuitem", name="Edit", exact=True).click()

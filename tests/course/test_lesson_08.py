@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import os
 import sys
 
 import pytest
 import torch
 from lesson_cells import ROOT, read_cells
 from lesson_checks import LessonChecks
+from nightly import NIGHTLY
 
 from minivllm import LLM, SamplingParams
 from minivllm.course.lessons import lesson_08
@@ -75,7 +75,7 @@ REQUESTS = [
     (prompt, SamplingParams(max_tokens=10, temperature=0) if number % 2 else SamplingParams(max_tokens=10, temperature=0.9, top_p=0.9, seed=number))
     for number, prompt in enumerate(PROMPTS)
 ]  # fmt: skip
-SIZES = range(len(SOURCES) + 1) if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else (0, 1, len(SOURCES) - 1, len(SOURCES))
+SIZES = range(len(SOURCES) + 1) if NIGHTLY else (0, 1, len(SOURCES) - 1, len(SOURCES))
 SUBSETS = [names for size in SIZES for names in itertools.combinations(SOURCES, size)]
 """Parts that come from the package; all subsets in a nightly run, otherwise those with one part of another kind at most."""
 CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 7}

@@ -162,12 +162,12 @@ MODELS = {
         OPTConfig(**COMMON | {"hidden_size": 80, "word_embed_proj_dim": 80}, ffn_dim=88, num_attention_heads=5),
     ),
 }
-SHOWN = ("llama, 3 KV heads", "opt")
-"""Models that are divided in any case."""
+WHEN = {"llama": pytest.mark.nightly, "llama, one KV head": pytest.mark.long, "qwen3": pytest.mark.long}
+"""Models that are not divided in any case."""
 OPTIONS = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 60, "block_size": 8}
 
 
-@pytest.fixture(scope="module", params=[name if name in SHOWN else pytest.param(name, marks=pytest.mark.long) for name in MODELS])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=WHEN.get(name, ())) for name in MODELS])
 def model(request, tmp_path_factory):
     """A tiny model with random weights, in transformers and as a folder."""
     model_cls, config = MODELS[request.param]
@@ -237,7 +237,7 @@ def test_tokens_of_several_ranks_are_those_of_one(model, world_size):
 )
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.long), {"quantization": "int8"}, {"attention_backend": "torch"}],
+    [pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.nightly), {"quantization": "int8"}, {"attention_backend": "torch"}],
     ids=str,
 )
 def test_other_dtypes_are_near(model, options):

@@ -18,8 +18,6 @@ What makes the space small enough to try all of it:
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from minivllm.data_parallel import blame
@@ -34,7 +32,6 @@ SIZE = 3
 INNOCENT, SLEEPER, KILLER = 0, 1, 2
 """Kinds of requests: one that kills is a sleeper until it does so for the first time."""
 DEAD, COMPANY, ALONE, CLEARED, EMPTY = range(5)
-ONLY_AT_NIGHT = pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "nightly", reason="takes minutes")
 REQUESTS = [EngineCoreRequest(str(number), [1], SamplingParams(), 2) for number in range(9)]
 
 
@@ -280,7 +277,12 @@ def explore(num_innocent, num_killers, num_kills, by_sigkill):
 @pytest.mark.parametrize("by_sigkill", [False, True], ids=["by crashes", "by SIGKILL"])
 @pytest.mark.parametrize(
     ("num_killers", "num_kills"),
-    [(1, 2), (2, 0), pytest.param(2, 2, marks=pytest.mark.long), pytest.param(3, 2, marks=[pytest.mark.long, ONLY_AT_NIGHT])],
+    [
+        (1, 2),
+        (2, 0),
+        pytest.param(2, 2, marks=pytest.mark.long),
+        pytest.param(3, 2, marks=[pytest.mark.long, pytest.mark.nightly]),
+    ],
 )
 def test_who_kills_is_given_up_and_no_innocent_request_ever_is(monkeypatch, num_killers, num_kills, by_sigkill):
     monkeypatch.setattr(blame, "MEMORY_SECONDS", 0.0)

@@ -49,6 +49,18 @@ def test_kernels_may_choose_in_parts_too(monkeypatch, temperatures):
 
 
 @on_a_cpu
+def test_a_sampler_takes_logits_of_other_vocabularies_and_devices(monkeypatch):
+    """With penalties, for which it keeps counts on a GPU."""
+    pytest.importorskip("triton")
+    one_sampler, row = sampler.Sampler(), make_row(SamplingParams(temperature=0, presence_penalty=1.0), output=[3])
+    for ops, vocab_size in ((Ops(load_triton(), Checks.ALL), 500), (Ops(load_triton(), Checks.ALL), 300), (None, 200)):
+        monkeypatch.setattr(sampler, "load_sampling_ops", lambda device, ops=ops: ops)
+        logits = torch.zeros(1, vocab_size)
+        logits[0, 3], logits[0, 7] = 0.5, 0.1
+        assert one_sampler.sample(logits, [row])[0].token_id == 7
+
+
+@on_a_cpu
 def test_an_engine_with_kernels_has_the_tokens_of_one_without(tiny_llama, monkeypatch):
     pytest.importorskip("triton")
     wishes = [

@@ -66,3 +66,25 @@ def test_a_sequence_that_has_lost_tokens_is_counted_anew():
         row = make_row(params, prompt=[1], output=output)
         logits = torch.zeros(1, VOCAB_SIZE)
         assert torch.equal(adjust_logits(logits.to(DEVICE), [row], counts).cpu(), adjust_logits(logits, [row]))
+
+
+@pytest.mark.parametrize("failing", ["cat", "index_fill_"])
+def test_after_a_step_that_failed_other_sequences_are_counted_right(monkeypatch, failing):
+    """The GPU had too little memory for more rows, say, or the step was interrupted: its sequences end, and later ones take their rows."""
+    monkeypatch.setattr(token_counts, "LEAST_ROWS", 2)
+    counts = TokenCounts(VOCAB_SIZE, DEVICE, Ops(reference, Checks.ALL))
+    rows = [make_row(SamplingParams(frequency_penalty=1.0), prompt=[1], output=[i] * i) for i in range(12)]
+    for i, row in enumerate(rows):
+        row.seq.seq_id = i
+    logits = torch.zeros(len(rows), VOCAB_SIZE, device=DEVICE)
+    adjust_logits(logits[:1], rows[:1], counts)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(*(torch, "cat") if failing == "cat" else (torch.Tensor, "index_fill_"), run_out_of_memory)
+        adjust_logits(logits[1:9], rows[1:9], counts)
+    for row in rows[9:]:
+        found = adjust_logits(logits[:1], [row], counts)
+        assert torch.equal(found.cpu(), adjust_logits(torch.zeros(1, VOCAB_SIZE), [row]))
+
+
+def run_out_of_memory(*args, **options):
+    raise RuntimeError("out of memory")

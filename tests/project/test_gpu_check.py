@@ -5,19 +5,25 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import gpu_engine
+import gpu_kernels
+import psutil
 import pytest
+
+from minivllm.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
 
-def load(name):
-    """A module of tools/."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
+def load(name, file=None):
+    """A module of tools/, or another file."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / (file or f"tools/{name}.py"))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look there
     spec.loader.exec_module(module)
@@ -27,6 +33,12 @@ def load(name):
 @pytest.fixture(scope="module")
 def gpu_check():
     return load("gpu_check")
+
+
+@pytest.fixture(scope="module")
+def amx():
+    """The benchmark: tests have a module of this name, too."""
+    return load("benchmark_of_amx", "benchmarks/amx.py")
 
 
 @pytest.fixture
@@ -82,14 +94,16 @@ def test_a_part_that_dies_takes_no_other_with_it_and_its_output_is_shown(gpu_che
     assert "goals missed: slow" in printed
 
 
-def test_parts_are_kept_beside_those_that_were_run_before(gpu_check, pretended, monkeypatch, tmp_path):
+def test_parts_are_kept_beside_those_that_were_run_before(gpu_check, pretended, monkeypatch, capsys, tmp_path):
     scripts, ran = pretended
-    out = tmp_path / "out.json"
-    scripts["kernels"] = "import json; json.dump({'kernels': []}, open(RESULTS, 'w'))"
+    out, found = tmp_path / "out.json", {"kernels": [{"name": "slow", "goal": 2, "met": False}]}
+    scripts["kernels"] = f"import json; json.dump({found}, open(RESULTS, 'w'))"
     run(gpu_check, monkeypatch, out, "kernels")
+    assert "goals missed: slow" in capsys.readouterr().out
     assert run(gpu_check, monkeypatch, out, "tests") == 0
+    assert "goals missed: none" in capsys.readouterr().out, "those of the parts that were run now"
     result = json.loads(out.read_text())
-    assert list(result["checks"]) == ["kernels", "tests"] and result["kernels"] == {"kernels": []}
+    assert list(result["checks"]) == ["kernels", "tests"] and result["kernels"] == found
     assert ran == ["kernels", "tests"]  # and no model was made for these
 
 
@@ -114,6 +128,80 @@ def test_a_part_that_hangs_is_stopped(gpu_check, pretended, monkeypatch, capsys,
     monkeypatch.setattr(gpu_check, "LONGEST", 0.5)
     assert run(gpu_check, monkeypatch, tmp_path / "out.json", "tests") == 1
     assert "Stopped after" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_check_ends_its_parts_at_once(tmp_path, number):
+    """By Ctrl-C, or by a time limit. Scripts that wait take the place of Python in its parts."""
+    waits = tmp_path / "waits"
+    waits.write_text(f"#!/bin/sh\ntouch {tmp_path}/$$.pid\nexec sleep 60\n")
+    waits.chmod(0o755)
+    script = f"""
+import runpy, signal, sys, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which is not so in the background of a shell
+torch.cuda.is_available, torch.cuda.get_device_name = lambda: True, lambda: "a GPU"
+sys.executable = {str(waits)!r}
+sys.argv = ["gpu_check.py", "tests", "amx-tests", "--out", {str(tmp_path / "out.json")!r}]
+runpy.run_path("tools/gpu_check.py", run_name="__main__")
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    while len(parts := [int(file.stem) for file in tmp_path.glob("*.pid")]) < 2:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert "Stopped." in process.communicate(timeout=30)[0]
+    assert process.returncode == 1
+    assert not any(psutil.pid_exists(part) for part in parts)
+
+
+@pytest.mark.parametrize("content", [None, '{"checks": {'], ids=["a folder", "half a file"])
+def test_results_that_cannot_be_added_to_a_file_are_refused_before_anything_runs(
+    gpu_check, pretended, monkeypatch, capsys, tmp_path, content
+):
+    _, ran = pretended
+    out = tmp_path / "out.json"
+    out.mkdir() if content is None else out.write_text(content)
+    with pytest.raises(SystemExit):
+        run(gpu_check, monkeypatch, out, "tests")
+    assert "choose another file with --out" in capsys.readouterr().err
+    assert not ran
+
+
+@pytest.mark.parametrize("module", [gpu_engine, gpu_kernels])
+def test_a_benchmark_refuses_a_file_that_it_cannot_write_before_it_measures(monkeypatch, tmp_path, module):
+    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "measure_copy_bandwidth", lambda: pytest.fail("it measures"))
+    monkeypatch.setattr(module, "compare_with_reference", lambda: pytest.fail("it measures"), raising=False)
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--json" if module is gpu_engine else "--out", str(tmp_path)])
+    with pytest.raises(ConfigError, match="cannot be written"):
+        module.main()
+
+
+def test_no_rounds_are_refused(monkeypatch, capsys, amx):
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--rounds", "0"])
+    for module in (gpu_engine, amx):
+        with pytest.raises(SystemExit):
+            module.main()
+        assert "--rounds must be at least 1." in capsys.readouterr().err
+
+
+def test_why_a_measurement_of_amx_failed_is_shown(monkeypatch, capfd, amx):
+    monkeypatch.setattr(amx, "__file__", "no_such_script.py")
+    with pytest.raises(subprocess.CalledProcessError):
+        amx.run_side("")
+    assert "no_such_script.py" in capfd.readouterr().err
+
+
+def test_a_check_says_what_it_lacks(gpu_check, monkeypatch, capsys, tmp_path):
+    gpu_checks = sys.modules["gpu_checks"]
+    monkeypatch.setattr(gpu_checks.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_checks.py", "logits", "--model", str(tmp_path)])
+    assert gpu_checks.main() == gpu_checks.NOT_RUN
+    assert "There is no CUDA device" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["gpu_checks.py", "logits"])
+    with pytest.raises(SystemExit):
+        gpu_checks.main()
+    assert "logits needs --model" in capsys.readouterr().err
 
 
 def test_a_part_that_does_not_exist_is_refused(gpu_check, pretended, monkeypatch, capsys, tmp_path):

@@ -24,12 +24,15 @@ from minivllm.executor.base import Executor, PendingStep
 from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceOutput
 from minivllm.worker.worker import Worker
 
+SECONDS = 600.0
+"""How long ranks wait for each other: one may be compiling kernels on a busy machine."""
+
 
 class Meeting:
     """Where the ranks of a group meet."""
 
     def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size, timeout=60)
+        self.barrier = threading.Barrier(world_size, timeout=SECONDS)
         self.parts: list[Any] = [None] * world_size
 
 
@@ -93,13 +96,13 @@ class ThreadPipeline(PipelineGroup):
         self._pipes[self.rank].put(data)
 
     def _recv_bytes(self) -> bytes:
-        return self._pipes[self.rank - 1].get(timeout=60)
+        return self._pipes[self.rank - 1].get(timeout=SECONDS)
 
     def _send_tensors(self, tensors: list[Tensor]) -> None:
         self._pipes[self.rank].put([x.clone() for x in tensors])
 
     def _recv_tensors(self, tensors: list[Tensor]) -> None:
-        for x, sent in zip(tensors, self._pipes[self.rank - 1].get(timeout=60), strict=True):
+        for x, sent in zip(tensors, self._pipes[self.rank - 1].get(timeout=SECONDS), strict=True):
             x.copy_(sent)
 
 
