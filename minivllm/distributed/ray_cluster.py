@@ -6,17 +6,18 @@ Mirrors `vllm/v1/executor/ray_utils.py` and `vllm/ray/ray_env.py`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
@@ -55,7 +56,7 @@ def import_ray() -> ModuleType:
         raise ConfigError(
             f"Ray is not installed here ({error}): `pip install 'minivllm[ray]'`, or use the backend 'mp'."
         ) from None
-    return ray
+    return cast(ModuleType, ray)
 
 
 def connect(address: str | None = None) -> None:
@@ -101,8 +102,11 @@ def own_address() -> str:
 
 
 def environment_of_actors(num_threads: int | None = None) -> dict[str, str]:
-    """Environment variables for an actor, as `runtime_env={"env_vars": …}`: some of this process, and the number of threads to compute with."""
+    """Environment variables for an actor, as `runtime_env={"env_vars": …}`: some of this process, its folders of modules, and the number of
+    threads to compute with."""
     environment = {name: value for name, value in os.environ.items() if name.startswith(COPIED_VARIABLES) and name not in SECRETS}
+    own = [str(Path(path).resolve()) for path in sys.path if not path.startswith((sys.prefix, sys.base_prefix))]
+    environment["PYTHONPATH"] = os.pathsep.join([*own, "${PYTHONPATH}"])  # Ray puts in what it is on the node
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
         environment["GOMP_SPINCOUNT"] = OPENMP_SPINS
     if num_threads is not None:
@@ -158,7 +162,7 @@ def are_there(resources: dict[str, float]) -> bool:
 def num_cpus_of_node(node_id: str) -> int:
     """How many processors Ray has on a node; at least 1."""
     ray = import_ray()
-    found = next((node for node in ray.nodes() if node["NodeID"] == node_id), {"Resources": {}})
+    found: dict[str, Any] = next((node for node in ray.nodes() if node["NodeID"] == node_id), {"Resources": {}})
     return max(1, int(found["Resources"].get("CPU", 1)))
 
 
@@ -185,7 +189,7 @@ def _nodes() -> dict[str, str]:
 
 
 def _total(bundles: Sequence[dict[str, float]]) -> dict[str, float]:
-    return dict(functools.reduce(lambda total, bundle: total + Counter(bundle), bundles, Counter[str]()))
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in bundles[0]}
 
 
 def _describe(resources: dict[str, Any], names: dict[str, float]) -> str:

@@ -50,28 +50,41 @@ class TorchGroup(GroupCoordinator):
 
     def _all_reduce(self, x: Tensor) -> None:
         whole = self._to_wire(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x)
-        dist.all_reduce(whole, group=self._group)
+        with _others_named():
+            dist.all_reduce(whole, group=self._group)
         if whole.data_ptr() != x.data_ptr():
             x.copy_(whole)
 
     def _gather(self, x: Tensor, sizes: Sequence[int], dst: int | None) -> list[Tensor]:
         padded = self._to_wire(F.pad(x.reshape(-1), (0, max(sizes) - x.numel())))
         parts = [torch.empty_like(padded) for _ in sizes]
-        if dst is None:
-            dist.all_gather(parts, padded, group=self._group)
-        else:
-            dist.gather(padded, parts if self.rank == dst else None, self._first_rank + dst, group=self._group)
+        with _others_named():
+            if dst is None:
+                dist.all_gather(parts, padded, group=self._group)
+            else:
+                dist.gather(padded, parts if self.rank == dst else None, self._first_rank + dst, group=self._group)
         return [part[:size].to(x.device) for part, size in zip(parts, sizes, strict=True)]
 
     def _broadcast(self, x: Tensor, src: int) -> None:
         whole = self._to_wire(x)
-        dist.broadcast(whole, self._first_rank + src, group=self._group)
+        with _others_named():
+            dist.broadcast(whole, self._first_rank + src, group=self._group)
         if whole.data_ptr() != x.data_ptr():
             x.copy_(whole)
 
     def _to_wire(self, x: Tensor) -> Tensor:
         """On the device the backend needs: gloo communicates from the host."""
         return x.contiguous() if self.backend == "nccl" else x.cpu().contiguous()
+
+
+@contextlib.contextmanager
+def _others_named() -> Iterator[None]:
+    """An operation fails because of another rank: say so."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0]
+        raise DistributedError(f"Another rank has ended or did not come: {reason}") from error
 
 
 class TorchPipeline(PipelineGroup):

@@ -89,6 +89,7 @@ class RayWorkers(Workers):
     """
 
     inbox: ExecutorSockets
+    seconds_until_seen = LOST_SECONDS
 
     def __init__(self, configs: bytes, parallel_config: ParallelConfig, device: str) -> None:
         super().__init__(parallel_config)

@@ -180,9 +180,11 @@ class WorkerAnswers:
         return False
 
     def _fail(self, failure: Failure) -> None:
-        if ended := self._workers.find_ended():  # the other ranks may have noticed it first
+        rank, first = _first(failure.ranks)
+        is_because_of_others = first.error_type == DistributedError.__name__  # which may have noticed an end first
+        if ended := self._workers.find_ended(self._workers.seconds_until_seen if is_because_of_others else 0.0):
             self._workers.raise_failure(ended)
-        self._workers.fail(self._describe(*_first(failure.ranks)))
+        self._workers.fail(self._describe(rank, first))
 
     def _raise(self, failed: dict[int, Failed], is_step: bool) -> NoReturn:
         if is_step:

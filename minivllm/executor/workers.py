@@ -44,6 +44,8 @@ class Workers(ABC):
     """
 
     inbox: Inbox
+    seconds_until_seen = 0.0
+    """How long after the end of a worker `find_ended` may not know of it yet, while others of its group do."""
 
     def __init__(self, parallel_config: ParallelConfig) -> None:
         self.world_size, self._parallel_config = parallel_config.world_size, parallel_config

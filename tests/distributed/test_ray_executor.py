@@ -87,7 +87,7 @@ def test_tokens_are_those_of_one_worker(tiny_llama, start, way):
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, presence_penalty=1.0),
     ]  # fmt: skip
     alone = LLM(tiny_llama, skip_tokenizer_init=True, num_gpu_blocks_override=300)
-    there = start(ray_placement_strategy=strategy, async_scheduling=True, **options)
+    there = start(ray_placement_strategy=strategy, async_scheduling=options.get("pipeline_parallel_size", 1) == 1, **options)
     places = workers_of(there).places
     assert len({place.node_id for place in places}) == (1 if strategy == "STRICT_PACK" or len(places) == 1 else 2)
     assert [place.node_id for place in places] == sorted(
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_one_worker(tiny_llama, start, way):
     assert tokens_of(there, prompts, params) == tokens_of(alone, prompts, params)
 
 
-def test_masks_follow_their_step(start):
+def test_masks_follow_their_step(nodes):
     there = LLM(
         "smollm2-135m", kv_cache_memory_bytes=64 * 2**20, tensor_parallel_size=2, distributed_executor_backend="ray", async_scheduling=True
     )  # fmt: skip
