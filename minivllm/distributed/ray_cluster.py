@@ -169,7 +169,7 @@ def num_cpus_of_node(node_id: str) -> int:
 def share_of_processors(num_actors: int) -> int:
     """The processors of this process's node for each of so many actors, if these are spread evenly over the nodes; at least 1."""
     ray = import_ray()
-    num_nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
+    num_nodes: int = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
     own = num_cpus_of_node(ray.get_runtime_context().get_node_id())
     return max(1, own // -(-num_actors // max(1, num_nodes)))
 
@@ -178,7 +178,7 @@ def interface_of(ip: str) -> str | None:
     """The network interface of this machine that has an address; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == ip for address in addresses):
-            return name
+            return str(name)
     return None
 
 
