@@ -36,7 +36,7 @@ from minivllm.data_parallel.messages import (
     encode,
 )
 from minivllm.data_parallel.routing import LoadPublisher
-from minivllm.data_parallel.sockets import LOOK_SECONDS, MAX_HANDSHAKE_BYTES, KeyPair, RefusalLog, Sockets
+from minivllm.distributed.sockets import LOOK_SECONDS, MAX_HANDSHAKE_BYTES, KeyPair, RefusalLog, Sockets
 from minivllm.executor.processes import ForwardLog, LifeSigns, exit_with_parent, read_setup
 
 logger = logging.getLogger("minivllm.data_parallel.coordinator")  # also as the main module of its process

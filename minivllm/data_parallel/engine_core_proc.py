@@ -21,7 +21,7 @@ import zmq
 
 from minivllm.data_parallel import messages
 from minivllm.data_parallel.messages import LoadReport, NodeWelcome, identity_of, message_header
-from minivllm.data_parallel.sockets import KeyPair, Sockets
+from minivllm.distributed.sockets import KeyPair, Sockets
 from minivllm.engine import core_messages
 from minivllm.engine.core_messages import (
     AddRequest,

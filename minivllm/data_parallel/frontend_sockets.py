@@ -21,7 +21,7 @@ from minivllm.data_parallel.messages import (
     read_header,
     read_identity,
 )
-from minivllm.data_parallel.sockets import RefusalLog, Sockets
+from minivllm.distributed.sockets import RefusalLog, Sockets
 from minivllm.engine.core_messages import FromCore, ToCore, decode_from_core, encode
 from minivllm.errors import ConfigError, EngineDeadError
 

@@ -27,7 +27,7 @@ from minivllm.data_parallel.messages import (
 )
 from minivllm.data_parallel.processes import LocalReplicas, RestartPolicy
 from minivllm.data_parallel.ray_replicas import RayReplicas
-from minivllm.data_parallel.sockets import KeyPair, Sockets, check_may_listen, load_key_file, make_key, tcp_address
+from minivllm.distributed.sockets import KeyPair, Sockets, check_may_listen, load_key_file, make_key, tcp_address
 from minivllm.engine.core_handle import make_socket_folder
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.errors import ConfigError, EngineDeadError

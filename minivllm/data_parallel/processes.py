@@ -19,7 +19,7 @@ from minivllm.data_parallel.engine_core_proc import Note, ReplicaSetup
 from minivllm.data_parallel.liveness import HOPELESS
 from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied, encode, replica_name
 from minivllm.data_parallel.replica_process import ReplicaProcess
-from minivllm.data_parallel.sockets import Sockets
+from minivllm.distributed.sockets import Sockets
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.engine.engine_core_proc import RETURN_STATUS
 from minivllm.executor.processes import GRACE_SECONDS, START_SECONDS

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from minivllm.data_parallel.sockets import KeyPair, Sockets, tcp_address
+from minivllm.distributed.sockets import KeyPair, Sockets, tcp_address
 from minivllm.errors import DistributedError
 from minivllm.executor.processes import SIGN_SECONDS
 

@@ -185,7 +185,7 @@ class Written:
 
 def test_answers_in_the_background_keep_their_order_and_hold_nobody_up():
     queue, ready = Written(), threading.Event()
-    outbox = Outbox(queue)
+    outbox = Outbox(queue.write)
     outbox.answer(lambda: b"0")
     assert queue.messages == [b"0"]
     outbox.answer_in_background()

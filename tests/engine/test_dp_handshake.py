@@ -26,7 +26,7 @@ from minivllm.data_parallel.messages import (
     ReplicaDied,
     ScaleReplicas,
 )
-from minivllm.data_parallel.sockets import HANDSHAKE_SECONDS, KeyPair, Sockets, check_may_listen, load_key_file, make_key_file
+from minivllm.distributed.sockets import HANDSHAKE_SECONDS, KeyPair, Sockets, check_may_listen, load_key_file, make_key_file
 from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.errors import ConfigError
 from minivllm.executor.processes import ChildProcess

@@ -11,7 +11,7 @@ from minivllm.data_parallel import messages, processes
 from minivllm.data_parallel.engine_core_proc import Note
 from minivllm.data_parallel.messages import NodeAlive, NodeWelcome, ReplicaDied
 from minivllm.data_parallel.processes import LocalReplicas, RestartPolicy
-from minivllm.data_parallel.sockets import Sockets
+from minivllm.distributed.sockets import Sockets
 from minivllm.engine.engine_core_proc import RETURN_STATUS
 
 

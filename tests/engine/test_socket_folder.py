@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from minivllm.data_parallel import sockets as module
-from minivllm.data_parallel.sockets import LOOK_SECONDS, Sockets
+from minivllm.distributed.sockets import LOOK_SECONDS, Sockets
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from test_two_nodes import running, wait_for
 from two_networks import two_nodes, why_not
 
 from minivllm import SamplingParams
-from minivllm.data_parallel.sockets import make_key_file
+from minivllm.distributed.sockets import make_key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 

@@ -20,7 +20,7 @@ from minivllm.config import EngineArgs
 from minivllm.data_parallel import messages
 from minivllm.data_parallel.messages import VERSION, HelloNode, NodeWelcome, Refused, hash_config
 from minivllm.data_parallel.processes import LocalReplicas
-from minivllm.data_parallel.sockets import Sockets, load_key_file, tcp_address
+from minivllm.distributed.sockets import Sockets, load_key_file, tcp_address
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.entrypoints.server.request_log import say
 from minivllm.errors import ConfigError

@@ -85,7 +85,7 @@ def add_make_key_command(commands) -> None:  # noqa: ANN001
 
 def run_make_key(arguments: argparse.Namespace) -> int:
     """Write the file."""
-    from minivllm.data_parallel.sockets import make_key_file
+    from minivllm.distributed.sockets import make_key_file
 
     make_key_file(arguments.file)
     print(f"{arguments.file} has a new key. Copy it to all machines, readable for their user alone.")
