@@ -37,7 +37,7 @@ from minivllm.data_parallel.messages import (
 )
 from minivllm.data_parallel.routing import LoadPublisher
 from minivllm.distributed.sockets import LOOK_SECONDS, MAX_HANDSHAKE_BYTES, KeyPair, RefusalLog, Sockets
-from minivllm.executor.processes import ForwardLog, LifeSigns, exit_with_parent, read_setup
+from minivllm.executor.processes import ForwardLog, LifeSigns, exit_with_parent, parent_has_ended, read_setup
 
 logger = logging.getLogger("minivllm.data_parallel.coordinator")  # also as the main module of its process
 
@@ -55,6 +55,7 @@ class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
         client_count, size: How many API servers there are, and how many replicas there are to be.
         config_hash: Of the configuration that replicas must have.
         node_id: The node whose ranks nobody else ever gets: that of the API servers.
+        socket_folder: Removed if the parent ends without doing so.
         known: If it is started in place of one that has died: the addresses of all API servers, and of the one before.
     """
 
@@ -67,6 +68,7 @@ class CoordinatorSetup(msgspec.Struct, forbid_unknown_fields=True):
     config_hash: str
     log_level: int
     node_id: str = ""
+    socket_folder: str = ""
     known: NodeWelcome | None = None
 
 
@@ -142,7 +144,7 @@ class DPCoordinatorProc:
         for socket in (self._handshake, self._reports, self._publish, *(refusals.monitor for refusals in self._refusals)):
             poller.register(socket, zmq.POLLIN)
         while True:
-            self._sockets.restore_files()  # the first API server, which finds the same, says so
+            self._sockets.restore_files(unless=parent_has_ended)  # the first API server, which finds the same, says so
             wait = min(LOOK_SECONDS, max(0.0, self._publisher.due - time.monotonic()))
             if self._applicants or any(refusals.is_full for refusals in self._refusals):
                 wait = min(wait, 0.2)
@@ -249,7 +251,7 @@ class DPCoordinatorProc:
 if __name__ == "__main__":
     LifeSigns()
     setup = read_setup(CoordinatorSetup)
-    exit_with_parent()
+    exit_with_parent(setup.socket_folder)
     try:
         coordinator = DPCoordinatorProc(setup)
     except zmq.ZMQError as error:

@@ -24,6 +24,7 @@ from minivllm.data_parallel.messages import (
 from minivllm.distributed.sockets import RefusalLog, Sockets
 from minivllm.engine.core_messages import FromCore, ToCore, decode_from_core, encode
 from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.executor.processes import parent_has_ended
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class FrontendSockets:
 
     def restore_files(self) -> None:
         """Listen again on files that somebody has removed. Call this often."""
-        if (said := self._sockets.restore_files()) and self._launcher is not None:
+        if (said := self._sockets.restore_files(unless=parent_has_ended)) and self._launcher is not None:
             logger.warning(said)
 
     def close(self) -> None:

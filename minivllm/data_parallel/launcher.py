@@ -109,7 +109,7 @@ class ReplicaLauncher:
         self.node_id = uuid.uuid4().hex
         self._setup = CoordinatorSetup(
             handshake_address, self.place.address("reports"), f"ipc://{folder}/loads", key, client_count,
-            parallel.data_parallel_size, self._hash, log_level, self.node_id,
+            parallel.data_parallel_size, self._hash, log_level, self.node_id, folder,
         )  # fmt: skip
         self._patience = HOPELESS * parallel.replica_timeout
         self._coordinator_due: float | None = None

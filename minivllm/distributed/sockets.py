@@ -16,6 +16,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,15 +152,18 @@ class Sockets:
             self._files.append((made, Path(address.removeprefix("ipc://"))))
         return made, endpoint.rstrip(b"\0").decode()
 
-    def restore_files(self) -> str | None:
+    def restore_files(self, unless: Callable[[], bool] = lambda: False) -> str | None:
         """Listen again on files that somebody has removed, perhaps a cleaner of /tmp: connections outlive them, but nobody can make another.
 
         Call this often, in the thread of the sockets. It looks once a second. Returns what was done, or why it cannot be, once, in words.
+        Files that are gone stay so if `unless` says that this process is about to exit: others have removed them, as they exit, too.
         """
         if (now := time.monotonic()) < self._next_look:
             return None
         self._next_look = now + LOOK_SECONDS
         lost = [(listening, path) for listening, path in self._files if not path.exists()]
+        if lost and unless():
+            return None
         had_lost, self._are_lost = self._are_lost, bool(lost)
         try:
             for listening, path in lost:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -31,6 +32,8 @@ SIGN_SECONDS = 1.0
 """How often a process shows its parent that it lives."""
 START_SECONDS = 30.0
 """How long a process may take to show it for the first time, or while it loads: some libraries hold up its other threads for a while."""
+
+_exits_with_parent = False
 
 
 def start_python(
@@ -219,7 +222,18 @@ def exit_with_parent(*folders: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
+    global _exits_with_parent
+    _exits_with_parent = True
     threading.Thread(target=wait, daemon=True).start()
+
+
+def parent_has_ended() -> bool:
+    """Whether the parent that this process exits with has closed standard input, or ended: this process is about to exit."""
+    if not _exits_with_parent:
+        return False
+    closed = select.poll()
+    closed.register(0, 0)  # reports POLLHUP whatever is asked for
+    return bool(closed.poll(0))
 
 
 class LifeSigns:

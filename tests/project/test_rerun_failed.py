@@ -1,0 +1,74 @@
+"""`.ci/run` runs what failed once more, alone, and says what it was."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location("rerun_failed", Path(__file__).parents[2] / "tools/rerun_failed.py")
+rerun_failed = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(rerun_failed)
+
+TESTS = """
+import pathlib, pytest
+ran = pathlib.Path(__file__).with_name("ran")
+
+def test_of_chance():
+    ran_before = ran.exists()
+    ran.touch()
+    assert ran_before
+
+def test_that_passes():
+    pass
+
+@pytest.mark.parametrize("case", ["a, b::c[d]"])
+def test_that_fails(case):
+    assert not {fails}
+"""
+
+
+def run(folder, fails):
+    (folder / "test_it.py").write_text(TESTS.format(fails=fails))
+    (folder / "pytest.ini").touch()
+    subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=folder, check=False, stdout=subprocess.DEVNULL)
+    return rerun_failed.main(["-q"], folder)
+
+
+@pytest.mark.slow
+def test_what_failed_by_chance_passes_and_is_named(tmp_path, capfd):
+    assert run(tmp_path, fails=False) == 0
+    out = capfd.readouterr().out
+    assert "1 passed" in out and out.endswith("to be mended:\n  test_it.py::test_of_chance\n"), "only what failed runs again"
+
+
+@pytest.mark.slow
+def test_what_fails_again_fails(tmp_path, capfd):
+    assert run(tmp_path, fails=True) == 1
+    assert "1 failed, 1 passed" in capfd.readouterr().out
+
+
+def note_failed(folder, *names):
+    cache = folder / ".pytest_cache/v/cache"
+    cache.mkdir(parents=True)
+    (cache / "lastfailed").write_text(json.dumps(dict.fromkeys(names, True)))
+
+
+def test_many_failures_are_no_chance(tmp_path, capfd):
+    note_failed(tmp_path, *(f"tests/test_a.py::test_{number}" for number in range(rerun_failed.MOST + 1)))
+    assert rerun_failed.main([], tmp_path) == 1
+    assert "5 tests failed: too many to have failed by chance" in capfd.readouterr().out
+
+
+def test_without_a_known_failure_nothing_passes(tmp_path, capfd):
+    assert rerun_failed.main([], tmp_path) == 1
+    assert "No test is known to have failed" in capfd.readouterr().out
+
+
+def test_of_a_notebook_all_cells_run_again(tmp_path):
+    note_failed(tmp_path, "notebooks/a.ipynb::Cell 3", "notebooks/a.ipynb::Cell 4", "tests/test_b.py::test_c")
+    assert rerun_failed.find_failed(tmp_path) == ["notebooks/a.ipynb", "tests/test_b.py::test_c"]
