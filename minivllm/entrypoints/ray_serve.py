@@ -98,7 +98,7 @@ def read_arguments(args: dict[str, Any]) -> tuple[EngineArgs, ServerSettings]:
     """
     of_engine, of_server = get_type_hints(EngineArgs), get_type_hints(ServerSettings)
     engine: dict[str, Any] = {"enable_chunked_prefill": True}
-    server: dict[str, Any] = {"host": "0.0.0.0"}
+    server: dict[str, Any] = {"host": "0.0.0.0", "may_manage": False}
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for name, value in args.items():
         if name in known:

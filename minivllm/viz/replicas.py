@@ -21,26 +21,44 @@ _TALKS, _DECIDES, _COMPUTES = LAYERS.values()
 _SMALL = {"fontsize": 8, "color": INK, "ha": "center", "va": "center"}
 
 
-def draw_service(num_replicas: int = 2) -> Figure:
-    """An API server, the coordinator, and replicas with three threads each: their queues, and what goes between them."""
-    figure = Figure(figsize=(WIDTH, 1.5 + 1.35 * num_replicas), layout="constrained")
+def draw_service(num_replicas: int = 2, on_cluster: bool = False) -> Figure:
+    """An API server, the coordinator, and replicas with three threads each: their queues, and what goes between them.
+
+    With `on_cluster`, each replica is on a machine of its own, a node of a Ray cluster, beside the actor that has started it.
+    """
+    row = 1.95 if on_cluster else 1.35
+    figure = Figure(figsize=(WIDTH, 1.5 + row * num_replicas), layout="constrained")
     axes = figure.add_subplot()
-    top = 1.35 * num_replicas
-    axes.set_xlim(0, 11.6)
-    axes.set_ylim(-1.1, top + 0.1)
+    top = row * num_replicas
+    axes.set_xlim(-0.1, 11.7)
+    axes.set_ylim(-1.3 if on_cluster else -1.1, top + 0.1)
     axes.axis("off")
     _box(axes, 0.1, 0.1, 2.5, top - 0.2, _TALKS, "API server")
     middle = top / 2
     _box(axes, 0.3, middle - 0.05, 2.1, 0.62, _TALKS, "router\nwho gets it?", small=True)
     _box(axes, 0.3, middle - 0.85, 2.1, 0.62, _TALKS, "requests in flight\nprompt, tokens so far", small=True)
     for number in range(num_replicas):
-        _draw_replica(axes, top - 1.35 * (number + 1), number, middle)
+        y = top - row * (number + 1) + (row - 1.35)
+        _draw_replica(axes, y, number, middle)
+        if on_cluster:
+            _draw_actor(axes, y, number)
     _box(axes, 5.0, -1.05, 2.6, 0.6, _DECIDES, "coordinator\nthe loads of all replicas", small=True)
-    axes.annotate("", (7.65, -0.72), (10.9, 0.3), arrowprops=_arrow(_DECIDES, "--", "arc3,rad=-0.35"))
+    axes.annotate("", (7.65, -0.72), (10.9, row - 1.05), arrowprops=_arrow(_DECIDES, "--", "arc3,rad=-0.35"))
     axes.annotate("", (1.35, 0.07), (4.95, -0.75), arrowprops=_arrow(_DECIDES, "--", "arc3,rad=-0.25"))
     axes.text(9.9, -0.9, "loads of each replica,\nwhen they change", **{**_SMALL, "ha": "left"})
     axes.text(0.9, -0.9, "loads, at most every 0.1 s", **{**_SMALL, "ha": "left"})
     return figure
+
+
+def _draw_actor(axes: Axes, y: float, number: int) -> None:
+    """A machine around a replica, and the Ray actor there, which the API server has asked to start it."""
+    node = FancyBboxPatch(
+        (3.95, y - 0.48), 7.7, 1.8, "round,pad=0,rounding_size=0.1", fc="none", ec=PALE, linewidth=1.5, linestyle=(0, (4, 2))
+    )
+    axes.add_patch(node)
+    axes.text(11.5, y - 0.24, f"node {number + 1}", **{**_SMALL, "ha": "right"})
+    _box(axes, 4.2, y - 0.4, 3.4, 0.34, _DECIDES, "Ray actor: starts it, tells how it fares", small=True)
+    axes.annotate("", (2.62, y - 0.23), (4.18, y - 0.23), arrowprops=_arrow(PALE, ":") | {"arrowstyle": "<|-|>"})
 
 
 def _draw_replica(axes: Axes, y: float, number: int, middle: float) -> None:
@@ -62,7 +80,7 @@ def _draw_replica(axes: Axes, y: float, number: int, middle: float) -> None:
     axes.annotate("", (2.62, middle - 0.45), (4.2, y + 0.19), arrowprops=_arrow(REQUEST_COLORS[5]))
     if number == 0:
         axes.text(3.35, y + 0.95, "requests", **_SMALL)
-        axes.text(2.98, y - 1.0, "tokens", **{**_SMALL, "color": REQUEST_COLORS[5]})
+        axes.text(2.98, middle - 1.0, "tokens", **{**_SMALL, "color": REQUEST_COLORS[5]})
 
 
 def _arrow(color: str, style: str = "-", way: str = "arc3") -> dict[str, object]:

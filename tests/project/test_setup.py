@@ -110,8 +110,8 @@ def test_conda_gets_the_same_environment():
     assert through_pip == {"pip": ["-c constraints.txt", f"-e .[{setup_env.EXTRAS}]"]}
 
 
-def test_setup_installs_all_extras_for_the_same_pythons():
-    assert set(setup_env.EXTRAS.split(",")) == set(PROJECT["optional-dependencies"])
+def test_setup_installs_all_extras_but_ray_for_the_same_pythons():
+    assert {*setup_env.EXTRAS.split(","), "ray"} == set(PROJECT["optional-dependencies"]), "a cluster is for few"
     assert PROJECT["requires-python"] == ">=" + ".".join(map(str, setup_env.OLDEST_PYTHON))
 
 
