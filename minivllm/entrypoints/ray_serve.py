@@ -10,7 +10,8 @@ import contextlib
 import dataclasses
 from typing import Any, get_type_hints
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from minivllm.config import EngineArgs
 from minivllm.distributed.ray_cluster import environment_of_actors, import_ray
@@ -128,5 +129,6 @@ def _convert(name: str, value: Any, kind: str) -> Any:
         raise ConfigError(f"{name} is {value!r}, which is not what it takes.") from None
 
 
-def _make_app() -> FastAPI:
-    return make_app(_state)
+def _make_app() -> Starlette:
+    """The app of this process's replica, in one that answers Ray Serve at its start and end, which are no requests."""
+    return Starlette(routes=[Mount("", make_app(_state))])
