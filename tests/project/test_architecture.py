@@ -52,7 +52,7 @@ BELOW = {
     },
     "entrypoints": {
         "data_parallel",
-        "distributed.ray_cluster",
+        "distributed",
         "engine",
         "core",
         "executor",
