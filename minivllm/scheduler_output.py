@@ -140,9 +140,11 @@ class ScheduledSequence(msgspec.Struct, gc=False):
     def to_data(self) -> SequenceData:
         """The part that goes to the workers."""
         seq, drafts, num_tokens = self.seq, self.draft_token_ids, self.num_tokens
-        start, request, num_output_tokens = seq.num_computed_tokens, seq.request.data, seq.num_output_tokens
+        start, request, num_known = seq.num_computed_tokens, seq.request.data, seq.num_tokens
+        num_output_tokens = num_known - seq.num_prompt_tokens
         token_ids = seq.token_ids[start : start + num_tokens - len(drafts)]
-        token_ids += drafts
+        if drafts:
+            token_ids += drafts
         if len(token_ids) < num_tokens:  # the newest token is still being sampled
             token_ids.append(PLACEHOLDER)
         return SequenceData(
@@ -154,7 +156,7 @@ class ScheduledSequence(msgspec.Struct, gc=False):
             self.block_table,
             num_output_tokens,
             seq.output_token_ids if request.sampling_params.needs_output_tokens else [],
-            1 + seq.num_unforked_siblings if self.needs_sampling else 0,
+            1 + seq.num_unforked_siblings if start + num_tokens >= num_known else 0,  # `needs_sampling`
             len(drafts),
             num_output_tokens > 0 and num_tokens == 1 + len(drafts),  # `is_decode`, from what is known here
         )

@@ -123,6 +123,8 @@ def generate_requests(
 
 def consecutive_tokens(first: int, count: int, vocab_size: int) -> list[int]:
     """A meaningless prompt: consecutive token ids from `first` on."""
+    if first + count <= vocab_size:
+        return list(range(first, first + count))
     return [(first + i) % vocab_size for i in range(count)]
 
 

@@ -214,7 +214,7 @@ class Scheduler:
             if seq.num_uncomputed_tokens > 1 or not self.is_ready(seq):
                 i += 1  # in the middle of its prompt, or waiting for its newest token
                 continue
-            if not self._make_room_for(seq, output):
+            if not manager.can_append_slots(seq) and not self._make_room_for(seq, output):
                 break  # it was the latest arrival itself
             copy = manager.append_slots(seq)
             if copy is not None:
@@ -296,12 +296,14 @@ class Scheduler:
             The sequences with new tokens, each with the index of its result (forked siblings share one).
         """
         advanced: list[tuple[Sequence, int]] = []
+        finished: list[Sequence] = []
         for i, (scheduled, result) in enumerate(zip(output.scheduled, results, strict=True)):
             if scheduled.seq.finished:  # aborted during the step
                 continue
             for seq in self._apply(scheduled, result):
                 advanced.append((seq, i))
-        finished = [seq for seq, _ in advanced if seq.finished]
+                if seq.finished:
+                    finished.append(seq)
         if finished:
             self.running = [seq for seq in self.running if not seq.finished]
             for seq in finished:

@@ -40,18 +40,24 @@ class CoreOutputs:
             now: When the results came.
         """
         new_tokens: dict[Request, list[NewTokens]] = {}
-        errors = dict(errors)
+        errors, num_generated = dict(errors), 0
         for seq, i in advanced:
             request, (item, result) = seq.request, step[i]
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
-            new = self._take_new_tokens(seq, item.seq, result)
+            token_ids, logprobs = seq.take_new_tokens(), None
+            num_generated += len(token_ids)
+            if result.logprobs:  # one for each sibling forked from `item.seq`; or, with drafts, several for one sequence
+                first = seq.index - item.seq.index
+                logprobs = result.logprobs[first : first + len(token_ids)]
+            new = NewTokens(seq.index, token_ids, logprobs, seq.finish_reason, seq.stop_reason)
             if request in new_tokens:
                 new_tokens[request].append(new)
             else:
                 new_tokens[request] = [new]
             if seq.grammar is not None and seq.grammar.error:
                 errors.setdefault(request, f"structured_outputs cannot go on: {seq.grammar.error}")
+        self.num_generated_tokens += num_generated
         prompt_logprobs: dict[Request, dict[int, dict[int, Logprob]]] = {}
         for item, result in step:
             if not result.prompt_logprobs:
@@ -64,18 +70,10 @@ class CoreOutputs:
             finished = request.finished
             if finished:
                 request.metrics.finished_time = now
-            output = make_output(request, sequences, finished, errors.get(request))
-            output.prompt_logprobs = prompt_logprobs.get(request)
+            output = make_output(request, sequences, finished, errors.get(request) if errors else None)
+            if prompt_logprobs:
+                output.prompt_logprobs = prompt_logprobs.get(request)
             self.waiting.append(output)
-
-    def _take_new_tokens(self, seq: Sequence, parent: Sequence, result: SequenceOutput) -> NewTokens:
-        """A sequence's new tokens. A result has one for each sibling forked from `parent`; or, with drafts, several for one sequence."""
-        token_ids, logprobs = seq.take_new_tokens(), None
-        self.num_generated_tokens += len(token_ids)
-        if result.logprobs:
-            first = seq.index - parent.index
-            logprobs = result.logprobs[first : first + len(token_ids)]
-        return NewTokens(seq.index, token_ids, logprobs, seq.finish_reason, seq.stop_reason)
 
     def add_failure(self, request: Request, indices: Iterable[int], error: str, now: float) -> None:
         """Add that a request failed, and which of its sequences that ended."""

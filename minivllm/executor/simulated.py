@@ -200,7 +200,7 @@ class SimulatedExecutor(Executor):
 
     def _cost(self, request: ExecuteModelRequest) -> float:
         """Seconds of a step."""
-        parts = ((seq.is_decode, seq.num_tokens, seq.num_computed_tokens + seq.num_tokens) for seq in request.sequences)
+        parts = [(seq.is_decode, count := len(seq.token_ids), seq.num_computed_tokens + count) for seq in request.sequences]
         seconds = self.cost_model(count_work(parts))
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"The cost model returned {seconds} seconds for a step, but must return a finite number >= 0.")
@@ -211,6 +211,9 @@ class SimulatedExecutor(Executor):
 
     def _tokens(self, seq: SequenceData) -> list[int]:
         """The next token, one per sibling forked now, and one per draft."""
-        num_known = seq.num_computed_tokens + seq.num_tokens - seq.num_drafts
+        num_known = seq.num_computed_tokens + len(seq.token_ids) - seq.num_drafts
         first = seq.request.seed + 7919 * seq.index + num_known
-        return [(first + i) % self._vocab_size for i in range(seq.num_samples + seq.num_drafts)]
+        count = seq.num_samples + seq.num_drafts
+        if count == 1:  # nearly always
+            return [first % self._vocab_size]
+        return [(first + i) % self._vocab_size for i in range(count)]
