@@ -63,14 +63,25 @@ class LatencyHistogram:
         """By bin: bin i ends at 1.01 to the power of i seconds."""
         self._sum = 0.0
         self._latest = (math.nan, 0)
-        """The latest time and its bin: the sequences of a batch have the same ITL."""
+        """The latest time and its bin."""
 
     def add(self, seconds: float) -> None:
         """Count a time."""
-        self._sum += seconds
-        if seconds != self._latest[0]:
-            self._latest = seconds, math.ceil(math.log(max(seconds, self._SHORTEST)) * self._BINS_PER_E)
-        self._counts[self._latest[1]] += 1
+        self.add_all((seconds,))
+
+    def add_all(self, times: Iterable[float]) -> None:
+        """Count times. Runs of equal ones are counted at once: the sequences of a batch have the same ITL."""
+        total, latest, number, count = self._sum, *self._latest, 0
+        for seconds in times:
+            total += seconds
+            if seconds != latest:
+                if count:
+                    self._counts[number] += count
+                latest, number, count = seconds, math.ceil(math.log(max(seconds, self._SHORTEST)) * self._BINS_PER_E), 0
+            count += 1
+        if count:
+            self._counts[number] += count
+        self._sum, self._latest = total, (latest, number)
 
     def distribution(self) -> Distribution:
         """The distribution of what was counted."""

@@ -9,6 +9,7 @@ No sockets here, so that the server and the simulator decide alike.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -18,6 +19,10 @@ from itertools import islice
 from minivllm.config import ROUTINGS, check_choice
 from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.errors import EngineDeadError
+
+
+_GROUP = 32
+"""Of so many replicas the least score is remembered: of a thousand, about as many groups as there are replicas in one."""
 
 
 def load_score(load: ReplicaLoad, num_in_flight: int, client_count: int = 1) -> float:
@@ -48,6 +53,9 @@ class Router(ABC):
         self._scores: list[float] = []
         """`load_score` of each; infinite for one that is closed."""
         self._is_open: list[bool] = []
+        self._least: list[float] = []
+        """The least score of each `_GROUP` of replicas, unless the group is in `_stale`."""
+        self._stale: set[int] = set()
         self._start = 0
         self.has_reports = True
         """Whether replicas report how busy they are. If not, only what is in flight counts."""
@@ -67,7 +75,7 @@ class Router(ABC):
     def close(self, replica: int) -> None:
         """From now on, a replica takes no requests. What is in flight there goes on."""
         self._is_open[replica] = False
-        self._scores[replica] = math.inf
+        self._set_score(replica, math.inf)
 
     def stop_reports(self) -> None:
         """Nobody tells how busy replicas are any more."""
@@ -79,7 +87,32 @@ class Router(ABC):
         """A replica has reported how busy it is."""
         self._loads[replica] = load
         if self._is_open[replica]:
-            self._scores[replica] = load_score(load, self.num_in_flight[replica], self.client_count)
+            self._set_score(replica, load_score(load, self.num_in_flight[replica], self.client_count))
+
+    def _set_score(self, replica: int, score: float) -> None:
+        self._scores[replica] = score
+        self._stale.add(replica // _GROUP)
+
+    def least_loaded(self, start: int) -> int:
+        """The replica with the least score; of several, the first one from `start` on, around the end.
+
+        Of n replicas, it looks at those whose groups have changed, and at n / `_GROUP` groups.
+        """
+        scores, groups = self._scores, self._least
+        groups += [math.inf] * (-(-len(scores) // _GROUP) - len(groups))
+        for group in self._stale:
+            groups[group] = min(scores[group * _GROUP : (group + 1) * _GROUP])
+        self._stale.clear()
+        least = min(groups)
+        group = start // _GROUP
+        if groups[group] == least:
+            with contextlib.suppress(ValueError):  # before `start` only
+                return scores.index(least, start, (group + 1) * _GROUP)
+        try:
+            group = groups.index(least, group + 1)
+        except ValueError:
+            group = groups.index(least)
+        return scores.index(least, group * _GROUP, (group + 1) * _GROUP)
 
     def route(self, prompt_token_ids: Sequence[int], cache_salt: str | None = None, avoid: Collection[int] = ()) -> int:
         """Choose a replica for a request, but none to `avoid`, and count it there. Nothing cached under another salt is of use to it.
@@ -133,13 +166,9 @@ class LeastLoadedRouter(Router):
 
     def choose(self, prompt_token_ids: Sequence[int], cache_salt: str | None) -> int:
         """The least loaded replica."""
-        scores, start = self._scores, self._start
-        self._start = (start + 1) % len(scores)
-        least = min(scores)
-        try:
-            return scores.index(least, start)
-        except ValueError:
-            return scores.index(least)
+        start = self._start
+        self._start = (start + 1) % len(self._scores)
+        return self.least_loaded(start)
 
 
 class PrefixAwareRouter(LeastLoadedRouter):

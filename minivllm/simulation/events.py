@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -133,7 +134,7 @@ def run_requests(
                 tally.add(index, upcoming)
                 upcoming, number, num_unfinished = next(requests, None), number + 1, num_unfinished + 1
             else:
-                _, index = heapq.heappop(ends)
+                index = ends[0][1]
                 replica = replicas[index]
                 if replica.outputs is None:
                     replica.step()
@@ -141,12 +142,15 @@ def run_requests(
                     coordinator.report(index, replica.outputs.stats.load, now)
                     num_finished = tally.take(index, replica.outputs)
                     replica.outputs = None
-                    num_unfinished -= num_finished
-                    bar.update(num_finished)
-                    for _ in range(num_finished):
-                        router.finish(index)
+                    if num_finished:
+                        num_unfinished -= num_finished
+                        bar.update(num_finished)
+                        for _ in range(num_finished):
+                            router.finish(index)
                 if replica.outputs is not None or replica.core.has_unfinished_requests():
-                    heapq.heappush(ends, (replica.clock.now, index))
+                    heapq.heapreplace(ends, (replica.clock.now, index))
+                else:
+                    heapq.heappop(ends)
     tally.finish(now - start)
 
 
@@ -187,7 +191,7 @@ class Tally:
     ) -> None:
         self._run, self._goals, self._num_good = run, goals, 0
         self._ttft, self._tpot, self._latency = times(), times(), times()
-        self._progress: dict[str, tuple[float, int]] = {}
+        self._progress: dict[str, list[Any]] = {}
         """For each unfinished request with tokens: when the latest came, and how many there are."""
         self.itl, self.num_cached_tokens = LatencyHistogram(), 0
         self.requests, self.request_seconds = [0] * num_replicas, [0.0] * num_replicas
@@ -201,16 +205,23 @@ class Tally:
     def take(self, replica: int, outputs: EngineCoreOutputs) -> int:
         """Count a step's outputs. Returns how many requests it finished."""
         now, num_finished = outputs.timestamp, 0
+        all_progress, gaps = self._progress, []
         for output in outputs.outputs:
             if output.error is not None:
                 raise ConfigError(f"Request {output.request_id} failed. {output.error}")
-            latest, num_tokens = self._progress.get(output.request_id, (now, 0))
-            if num_tokens:
-                self.itl.add(now - latest)
-            self._progress[output.request_id] = now, num_tokens + len(output.sequences[0].token_ids)
+            num_new = len(output.sequences[0].token_ids)
+            progress = all_progress.get(output.request_id)
+            if progress is None:
+                progress = all_progress[output.request_id] = [now, num_new]
+            else:
+                gaps.append(now - progress[0])
+                progress[0] = now
+                progress[1] += num_new
             if output.finished:
-                self._finish(replica, output.metrics, *self._progress.pop(output.request_id))
+                del all_progress[output.request_id]
+                self._finish(replica, output.metrics, *progress)
                 num_finished += 1
+        self.itl.add_all(gaps)
         return num_finished
 
     def _finish(self, replica: int, metrics: RequestMetrics, now: float, num_tokens: int) -> None:

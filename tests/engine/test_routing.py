@@ -76,6 +76,36 @@ def test_the_first_minimum_from_a_start_that_moves_on_wins(reported, client_coun
         reported[expected] = reported[expected]._replace(waiting=reported[expected].waiting + client_count)
 
 
+@given(st.integers(1, 140), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_the_choice_among_many_replicas_is_that_of_looking_at_each(num_replicas, client_count, rng):
+    """With replicas that report, finish requests, close, open again and are avoided."""
+    router = LeastLoadedRouter(client_count, rng.randrange(client_count))
+    for replica in range(num_replicas):
+        router.open(replica)
+    start = router.client_index * num_replicas // client_count
+    for _ in range(60):
+        for replica in rng.sample(range(num_replicas), rng.randint(0, num_replicas // 2)):
+            router.update(replica, ReplicaLoad(rng.randrange(4), rng.randrange(4), rng.choice([0.0, 1.0])))
+        replica = rng.randrange(num_replicas)
+        if router._is_open[replica]:
+            router.close(replica)
+        else:
+            router.open(replica)
+            start = router.client_index * num_replicas // client_count
+        avoided = set(rng.sample(range(num_replicas), rng.randint(0, num_replicas // 3)))
+        scores = [
+            load_score(load, count, client_count) if is_open and index not in avoided else math.inf
+            for index, (load, count, is_open) in enumerate(zip(router._loads, router.num_in_flight, router._is_open, strict=True))
+        ]
+        if min(scores) == math.inf:
+            continue
+        chosen = router.route([1], avoid=avoided)
+        assert chosen == reference_choice(scores, start)
+        start = (start + 1) % num_replicas
+        if rng.random() < 0.5:
+            router.finish(chosen)
+
+
 def test_a_burst_between_two_reports_is_spread():
     router = opened("least-loaded", 4)
     assert sorted(router.route([1, 2]) for _ in range(8)) == [0, 0, 1, 1, 2, 2, 3, 3]
