@@ -20,7 +20,6 @@ from minivllm.config import ROUTINGS, check_choice
 from minivllm.engine.core_messages import ReplicaLoad
 from minivllm.errors import EngineDeadError
 
-
 _GROUP = 32
 """Of so many replicas the least score is remembered: of a thousand, about as many groups as there are replicas in one."""
 
