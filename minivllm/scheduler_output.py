@@ -140,7 +140,7 @@ class ScheduledSequence(msgspec.Struct, gc=False):
     def to_data(self) -> SequenceData:
         """The part that goes to the workers."""
         seq, drafts, num_tokens = self.seq, self.draft_token_ids, self.num_tokens
-        start, request, num_known = seq.num_computed_tokens, seq.request.data, seq.num_tokens
+        start, request, num_known = seq.num_computed_tokens, seq.request.data, len(seq.token_ids) + seq.num_placeholders
         num_output_tokens = num_known - seq.num_prompt_tokens
         token_ids = seq.token_ids[start : start + num_tokens - len(drafts)]
         if drafts:

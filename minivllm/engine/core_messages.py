@@ -340,5 +340,5 @@ def make_output(
     request: Request, sequences: list[NewTokens], finished: bool = False, error: str | None = None
 ) -> EngineCoreOutput:
     """What to tell the frontend about a request."""
-    data, metrics = request.data, request.metrics.copy()
+    data, metrics = request.data, msgspec.structs.replace(request.metrics)
     return EngineCoreOutput(data.request_id, data.number, sequences, finished, metrics, None, error, data.client_index)
