@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from minivllm.bench.production import HashedRequest, load_trace, stream_trace
 from minivllm.bench.summary import Distribution, Goals, LatencyHistogram
 from minivllm.bench.workloads import WorkloadRequest, generate_requests
-from minivllm.data_parallel.routing import ROUTERS
+from minivllm.data_parallel.routing import ROUTERS, LeastLoadedRouter, LoadPublisher
 from minivllm.entrypoints.cli.main import main
 from minivllm.errors import ConfigError
-from minivllm.simulation.engine import format_replicas, simulate, simulate_replicas
+from minivllm.executor.simulated import VirtualClock
+from minivllm.simulation.engine import format_replicas, make_simulated_engine, simulate, simulate_replicas
+from minivllm.simulation.events import SimulatedReplica
 
 ENGINE = {"max_num_seqs": 4, "num_gpu_blocks": 64, "max_model_len": 512}
 
@@ -43,6 +46,81 @@ def test_every_request_is_served_once_whatever_the_router(routing):
     assert sum(run.mean_in_flight) * run.seconds == pytest.approx(run.latency.mean * 120)
     again = simulate_replicas(workload(rate=20.0), 5, routing=routing, goals=Goals(ttft=1000), **ENGINE)
     assert again == run
+
+
+class LooksAtEach(LeastLoadedRouter):
+    """The least loaded replica, found in the plain way."""
+
+    def choose(self, prompt_token_ids, cache_salt):
+        order = [*range(self._start, len(self._scores)), *range(self._start)]
+        self._start = (self._start + 1) % len(self._scores)
+        return min(order, key=self._scores.__getitem__)  # the first of several
+
+
+def simulate_plainly(requests, num_replicas):
+    """A simulation without a heap, a histogram, or anything else that is there for speed. Returns each replica's number of requests, and the TTFTs,
+    ITLs and latencies in the order in which they are known."""
+    replicas = [SimulatedReplica(make_simulated_engine(clock=VirtualClock(), trace=False, **ENGINE)) for _ in range(num_replicas)]
+    router, coordinator = LooksAtEach(), LoadPublisher(requests[0].arrival_time)
+    for index, replica in enumerate(replicas):
+        replica.clock.advance_to(requests[0].arrival_time)
+        router.open(index, replica.cache_tokens)
+    waiting, ends, came, counts = list(enumerate(requests)), {}, {}, [0] * num_replicas
+    ttfts, itls, latencies = [], [], []
+    while waiting or ends:
+        arrival = waiting[0][1].arrival_time if waiting else math.inf
+        end, index = min(((end, index) for index, end in ends.items()), default=(math.inf, -1))
+        now = min(arrival, end)
+        while coordinator.due < now:
+            for other, load in coordinator.publish(coordinator.due).items():
+                router.update(other, load)
+        if arrival <= end:
+            number, request = waiting.pop(0)
+            index = router.route(request.prompt_token_ids)
+            counts[index] += 1
+            if index not in ends:
+                replicas[index].clock.advance_to(now)
+                ends[index] = now
+            replicas[index].add(number, request, arrival)
+            continue
+        replica = replicas[index]
+        if replica.outputs is None:
+            replica.step()
+        else:
+            coordinator.report(index, replica.outputs.stats.load, now)
+            for output in replica.outputs.outputs:
+                arrived = requests[int(output.request_id)].arrival_time
+                if output.request_id in came:
+                    itls.append(now - came[output.request_id])
+                else:
+                    ttfts.append((output.request_id, now - arrived))
+                came[output.request_id] = now
+                if output.finished:
+                    latencies.append(now - arrived)
+                    router.finish(index)
+            replica.outputs = None
+        ends[index] = replica.clock.now
+        if replica.outputs is None and not replica.core.has_unfinished_requests():
+            del ends[index]
+    return counts, dict(ttfts), itls, latencies
+
+
+@pytest.mark.parametrize(("num_requests", "num_replicas", "options"), [
+    (150, 3, {"rate": 12.0}),
+    (150, 70, {"rate": 200.0}),
+    (90, 40, {"arrivals": "at-once"}),
+    (90, 40, {"arrivals": "bursts", "burst_size": 30, "rate": 100.0}),
+])  # fmt: skip
+def test_what_is_there_for_speed_changes_no_result(num_requests, num_replicas, options):
+    requests = workload(num_requests, **options)
+    run = simulate_replicas(requests, num_replicas, routing="least-loaded", **ENGINE)
+    counts, ttfts, itls, latencies = simulate_plainly(requests, num_replicas)
+    assert run.requests == counts
+    assert run.latency.mean == sum(latencies) / num_requests
+    for ours, values in ((run.latency, latencies), (run.itl, itls), (run.ttft, ttfts.values())):
+        exact = Distribution.of(values)
+        assert ours.mean == pytest.approx(exact.mean, rel=1e-12)
+        assert ours[1:] == pytest.approx(exact[1:], rel=0.01)
 
 
 def test_what_a_step_brought_is_known_only_when_it_has_ended():
