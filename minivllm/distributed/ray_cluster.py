@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -31,6 +32,8 @@ COPIED_VARIABLES = ("MINIVLLM_", "HF_", "NCCL_", "GLOO_", "OMP_WAIT_POLICY", "GO
 """Environment variables that begin like this are those of the driver in all actors, unless they are secrets."""
 SECRETS = ("MINIVLLM_API_KEY", "HF_TOKEN")
 """No actor needs them, and Ray shows to whoever asks what environment an actor was given."""
+CONNECT_SECONDS = 10.0
+"""How long to wait for the head node to answer."""
 SECONDS_FOR_PLACES = 60.0
 """How long to wait for places that the cluster has, but others use."""
 
@@ -76,12 +79,20 @@ def connect(address: str | None = None) -> None:
     wanted = address or os.environ.get("RAY_ADDRESS")
     with _own_signal_handlers():
         try:
+            _check_listens(wanted or "")
             ray.init(address=wanted or "auto", **quiet)
-        except ConnectionError as error:
+        except (OSError, ValueError) as error:
             if wanted:
                 reason = str(error).split("\n")[0].rstrip(".")
                 raise ConfigError(f"There is no Ray cluster at {wanted} ({reason}): `ray start --head` starts one.") from None
             ray.init(include_dashboard=False, **quiet)
+
+
+def _check_listens(address: str) -> None:
+    """Raise an OSError if nobody listens at "host:port": Ray would try for many minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
 
 
 @contextlib.contextmanager

@@ -253,5 +253,5 @@ def test_no_cluster_is_told(tiny_llama, nodes):
         from minivllm import LLM
         LLM({tiny_llama!r}, distributed_executor_backend="ray", ray_address="127.0.0.1:1", skip_tokenizer_init=True)
     """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "ConfigError: There is no Ray cluster at 127.0.0.1:1" in done.stderr.splitlines()[-1], done.stderr
