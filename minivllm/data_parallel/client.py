@@ -229,8 +229,10 @@ class DPLBAsyncMPClient(MPClient):
         if isinstance(message, ReplicaDied):
             return self._take_death(message)
         if isinstance(message, Loads):
-            if message.size != self.num_engines and self._launcher is not None:
-                self._launcher.scale(message.size)
+            if message.size != self.num_engines:
+                self.has_replicas = True
+                if self._launcher is not None:
+                    self._launcher.scale(message.size)
             with self.lock:
                 self.group.table.update_loads(message.loads)
                 return self.group.resize(message.size) if message.size != self.num_engines else []

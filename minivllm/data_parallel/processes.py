@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -110,6 +111,9 @@ class LocalReplicas:
         ranks = self._parallel.local_ranks
         self._start, self._num_threads = start, num_threads
         log_level = logging.getLogger().getEffectiveLevel()
+        if start is not None:  # on a cluster, each node has its own address of it
+            self._parallel = dataclasses.replace(self._parallel, ray_address=None)
+            config = dataclasses.replace(config, parallel_config=self._parallel)
         self._setup = ReplicaSetup(config.to_bytes(), socket_folder, log_level, addresses, sockets.key, clock_offset)
         self._incarnations = itertools.count(addresses.epoch << EPOCH_SHIFT)
         self._has_gpus = start is None and config.worker_config.device != "cpu" and torch.cuda.device_count() > 1
@@ -131,7 +135,7 @@ class LocalReplicas:
             return
         # By default no two replicas need the same processor.
         num_threads = self._num_threads or max(1, torch.get_num_threads() // max(1, len(self._places)))
-        gpus = divide_gpus(list(self._places), self._parallel.world_size, visible_gpus()) if self._has_gpus else {}
+        gpus = divide_gpus(sorted(self._places), self._parallel.world_size, visible_gpus()) if self._has_gpus else {}
         place.process = ReplicaProcess(setup, num_threads, gpus.get(rank))
 
     @property
@@ -224,6 +228,8 @@ class LocalReplicas:
 
     def scale(self, size: int) -> None:
         """Have the ranks below `size`: start those that are missing, and let others finish what they have, and end. Those begin with rank 0."""
+        if self._is_ending:
+            return
         now = time.monotonic()
         self._max_size = max(self._max_size, size)
         for rank in range(size):
