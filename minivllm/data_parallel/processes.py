@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import os
@@ -111,9 +110,6 @@ class LocalReplicas:
         ranks = self._parallel.local_ranks
         self._start, self._num_threads = start, num_threads
         log_level = logging.getLogger().getEffectiveLevel()
-        if start is not None:  # on a cluster, each node has its own address of it
-            self._parallel = dataclasses.replace(self._parallel, ray_address=None)
-            config = dataclasses.replace(config, parallel_config=self._parallel)
         self._setup = ReplicaSetup(config.to_bytes(), socket_folder, log_level, addresses, sockets.key, clock_offset)
         self._incarnations = itertools.count(addresses.epoch << EPOCH_SHIFT)
         self._has_gpus = start is None and config.worker_config.device != "cpu" and torch.cuda.device_count() > 1
