@@ -86,6 +86,8 @@ def _as_json(schema: dict[str, Any]) -> str:
         return json.dumps(schema)
     except (TypeError, ValueError) as error:
         raise RequestError(f"structured_outputs has a schema that is not JSON: {error}.") from None
+    except RecursionError:
+        raise RequestError("structured_outputs has a schema that is nested too deeply.") from None
 
 
 @dataclass(frozen=True)
