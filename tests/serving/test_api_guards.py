@@ -18,7 +18,7 @@ from minivllm.entrypoints.openai.answer import is_limit_of_grammar
 from minivllm.entrypoints.server.middleware import is_known_host
 from minivllm.entrypoints.server.replicas_api import ReplicaHealth
 from minivllm.entrypoints.server.state import ServerSettings, Turns, name_of
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, EngineDeadError
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,23 @@ def test_without_a_key_health_tells_only_that_all_is_well(smollm2_path, monkeypa
         assert server.client.get("/health", headers={"Authorization": "Bearer wrong"}).json() == {"status": "ok"}
         known = server.client.get("/health", headers={"Authorization": "Bearer secret"}).json()
         assert known == {"status": "ok", "replicas": [replica]}
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_without_a_key_health_does_not_tell_what_is_wrong(smollm2_path, monkeypatch, path):
+    cause = "The engine has ended: process 4711 was killed by SIGKILL."
+
+    def check_health():
+        raise EngineDeadError(cause)
+
+    for api_keys, knows in (((), True), (("secret",), False)):
+        settings = ServerSettings(shutdown_timeout=1, api_keys=api_keys)
+        with running_server(lambda: scripted_engine(smollm2_path), settings) as server:
+            monkeypatch.setattr(server.engine, "check_health", check_health)
+            assert (error_of(server.client.get(path), 503)["message"] == cause) == knows
+            assert "4711" not in server.client.get(path).text or knows
+            known = server.client.get(path, headers={"Authorization": "Bearer secret"})
+            assert error_of(known, 503)["message"] == cause
 
 
 def test_clients_with_different_keys_share_no_blocks_if_that_is_wanted(smollm2_path, monkeypatch):
