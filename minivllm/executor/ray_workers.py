@@ -19,7 +19,6 @@ import msgspec
 from minivllm.config import ParallelConfig
 from minivllm.distributed.meeting import Meeting
 from minivllm.distributed.ray_cluster import (
-    SECONDS_FOR_PLACES,
     Place,
     connect,
     environment_of_actors,
@@ -39,6 +38,8 @@ from minivllm.executor.workers import CHECK_SECONDS, GRACE_SECONDS, Workers
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+START_ACTORS_SECONDS = 300.0
+"""How long Ray may take to start the actors' processes in their places."""
 LOST_SECONDS = 10.0
 """A worker that has shown no sign of life for so long is lost."""
 SharedNames = tuple[str | None, str | None]
@@ -160,7 +161,7 @@ class RayWorkers(Workers):
         )  # fmt: skip
 
     def _start(self, configs: bytes, *, has_gpus: bool) -> None:
-        found = self._ray.get([actor.describe.remote() for actor in self._actors], timeout=SECONDS_FOR_PLACES)
+        found = self._ray.get([actor.describe.remote() for actor in self._actors], timeout=START_ACTORS_SECONDS)
         self._process_ids = [process_id for process_id, _ in found]
         names = self._name_memory()
         parallel_config = self._parallel_config
