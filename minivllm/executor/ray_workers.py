@@ -134,12 +134,7 @@ class RayWorkers(Workers):
             self.inbox.advance()
             timeout = 0.0
 
-    def stop(self) -> None:
-        if os.getpid() != self._owner:  # a forked process has copies of all this
-            return
-        if self.failure is None:
-            self.failure = "The engine was shut down."
-        self._stopping.set()
+    def _end(self) -> None:
         if self._ray.is_initialized():  # else Ray has ended them
             self._kill()
             with contextlib.suppress(self._ray.exceptions.RayError):
