@@ -109,7 +109,7 @@ def test_allowed_origins_are_for_openais_routes(smollm2_path):
 def test_without_a_key_health_tells_only_that_all_is_well(smollm2_path, monkeypatch):
     settings = ServerSettings(shutdown_timeout=1, api_keys=("secret",))
     with running_server(lambda: scripted_engine(smollm2_path), settings) as server:
-        monkeypatch.setattr(server.engine, "num_engines", 2)
+        monkeypatch.setattr(server.engine._client, "num_engines", 2)
         names = ReplicaHealth.__annotations__
         replica = {name: "ready" if name == "state" else 0 for name in names}
         monkeypatch.setattr("minivllm.entrypoints.server.api_server.describe_replicas", lambda engine: [replica])
