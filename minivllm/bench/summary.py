@@ -65,23 +65,14 @@ class LatencyHistogram:
         self._latest = (math.nan, 0)
         """The latest time and its bin."""
 
-    def add(self, seconds: float) -> None:
-        """Count a time."""
-        self.add_all((seconds,))
-
-    def add_all(self, times: Iterable[float]) -> None:
-        """Count times. Runs of equal ones are counted at once: the sequences of a batch have the same ITL."""
-        total, latest, number, count = self._sum, *self._latest, 0
-        for seconds in times:
-            total += seconds
-            if seconds != latest:
-                if count:
-                    self._counts[number] += count
-                latest, number, count = seconds, math.ceil(math.log(max(seconds, self._SHORTEST)) * self._BINS_PER_E), 0
-            count += 1
-        if count:
-            self._counts[number] += count
-        self._sum, self._latest = total, (latest, number)
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Count a time, which was measured `count` times: the sequences of a batch have the same ITL."""
+        latest, number = self._latest
+        if seconds != latest:
+            number = math.ceil(math.log(max(seconds, self._SHORTEST)) * self._BINS_PER_E)
+            self._latest = seconds, number
+        self._counts[number] += count
+        self._sum += seconds * count
 
     def distribution(self) -> Distribution:
         """The distribution of what was counted."""

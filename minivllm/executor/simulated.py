@@ -17,6 +17,7 @@ import msgspec
 from minivllm.config import check_at_least
 from minivllm.errors import ConfigError
 from minivllm.executor.base import Executor, PendingStep
+from minivllm.request import EngineCoreRequest
 from minivllm.scheduler_output import ExecuteModelRequest, Masks, RankTiming, SequenceData, SequenceOutput
 
 
@@ -199,9 +200,12 @@ class SimulatedExecutor(Executor):
         return timing
 
     def _cost(self, request: ExecuteModelRequest) -> float:
-        """Seconds of a step."""
         parts = [(seq.is_decode, count := len(seq.token_ids), seq.num_computed_tokens + count) for seq in request.sequences]
-        seconds = self.cost_model(count_work(parts))
+        return self.seconds_of(count_work(parts))
+
+    def seconds_of(self, work: StepWork) -> float:
+        """Seconds of a step."""
+        seconds = self.cost_model(work)
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"The cost model returned {seconds} seconds for a step, but must return a finite number >= 0.")
         return seconds
@@ -212,8 +216,12 @@ class SimulatedExecutor(Executor):
     def _tokens(self, seq: SequenceData) -> list[int]:
         """The next token, one per sibling forked now, and one per draft."""
         num_known = seq.num_computed_tokens + len(seq.token_ids) - seq.num_drafts
-        first = seq.request.seed + 7919 * seq.index + num_known
-        count = seq.num_samples + seq.num_drafts
-        if count == 1:  # nearly always
-            return [first % self._vocab_size]
-        return [(first + i) % self._vocab_size for i in range(count)]
+        return self.tokens_after(seq.request, seq.index, num_known, seq.num_samples + seq.num_drafts)
+
+    def tokens_after(self, request: EngineCoreRequest, index: int, num_known: int, count: int) -> list[int]:
+        """The `count` tokens that follow the `num_known` tokens of a request's sequence."""
+        first = (request.seed + 7919 * index + num_known) % self._vocab_size
+        last = first + count
+        if last <= self._vocab_size:  # nearly always
+            return list(range(first, last))
+        return [token_id % self._vocab_size for token_id in range(first, last)]

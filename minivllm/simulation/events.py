@@ -1,7 +1,7 @@
 """The loop of a simulation: requests arrive at one engine core or at several, which compute at the same time.
 
 Events happen in order of time: requests arrive, steps end, and the coordinator publishes loads as `DPCoordinatorProc` does. A step's
-outputs are known when it ends, not before.
+outputs are known when it ends, not before. `QuietSteps` are one event.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import heapq
 import math
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -22,13 +23,14 @@ from tqdm.auto import tqdm
 from minivllm.bench.summary import Distribution, Goals, LatencyHistogram, RequestLatency, RunSummary
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.data_parallel.routing import LoadPublisher, Router
-from minivllm.engine.core_messages import EngineCoreOutputs
+from minivllm.engine.core_messages import EngineCoreOutputs, ReplicaLoad
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.errors import ConfigError
 from minivllm.executor.simulated import VirtualClock
 from minivllm.outputs import RequestMetrics
 from minivllm.request import EngineCoreRequest
 from minivllm.sampling_params import SamplingParams
+from minivllm.simulation.quiet_steps import QuietSteps, can_skip_steps
 
 
 def start_of(requests: Iterable[WorkloadRequest]) -> tuple[float, Iterator[WorkloadRequest]]:
@@ -58,8 +60,15 @@ class SimulatedReplica:
         assert isinstance(engine.clock, VirtualClock)
         self.core, self.clock, self.cache_tokens = engine.core, engine.clock, engine.cache_tokens
         self.outputs: EngineCoreOutputs | None = None
-        """Outputs of the step that ends at the clock's time; None if no step is running."""
+        """Outputs of the step that ends at the clock's time; None if no step is running, or quiet ones are."""
+        self.quiet: QuietSteps | None = None
+        """The quiet steps that end at the clock's time."""
+        self.num_cuts = 0
+        """How often quiet steps were cut, so that the clock's time is another."""
         self.busy_seconds = 0.0
+        self.load = ReplicaLoad()
+        """After the latest step."""
+        self._can_skip = can_skip_steps(engine.core)
 
     def add(self, number: int, request: WorkloadRequest, arrival_time: float) -> None:
         """Add a request; `number` becomes its id."""
@@ -76,11 +85,33 @@ class SimulatedReplica:
             EngineCoreRequest(str(number), request.prompt_token_ids, params, num_tokens, seed=number, arrival_time=arrival_time)
         )
 
-    def step(self) -> None:
-        """Compute a step, which ends at the clock's time."""
+    def step(self, may_skip: bool = False) -> None:
+        """Compute a step, or several quiet ones if it `may_skip` them. It ends at the clock's time."""
         began = self.clock.now
-        self.outputs = self.core.step()
-        self.busy_seconds += self.clock.now - began
+        self.quiet = QuietSteps.find(self.core, began, self.load.waiting) if may_skip and self._can_skip else None
+        if self.quiet is None:
+            self.outputs = self.core.step()
+            self.load = self.outputs.stats.load
+            self.busy_seconds += self.clock.now - began
+        else:
+            self.clock.now = self.quiet.ends[-1]
+
+    def cut(self, now: float) -> bool:
+        """Let what comes now have its effect after the step that is running. Returns whether the clock's time is another."""
+        if self.quiet is None or not self.quiet.cut(now):
+            return False
+        self.clock.now = self.quiet.ends[-1]
+        self.num_cuts += 1
+        return True
+
+    def apply_quiet(self) -> None:
+        """Finish the quiet steps."""
+        assert self.quiet is not None
+        last = self.quiet.began
+        for end in self.quiet.ends:
+            self.busy_seconds += end - last
+            last = end
+        self.load, self.quiet = self.quiet.apply(), None
 
 
 @lru_cache(maxsize=4096)
@@ -110,13 +141,16 @@ def run_requests(
         router.open(index, replica.cache_tokens)
     start = now = replicas[0].clock.now
     coordinator = LoadPublisher(start)
-    ends: list[tuple[float, int]] = []
-    """When each replica that has something to do is to be looked at again: its step ends then, or the next one begins."""
+    ends: list[tuple[float, int, int]] = []
+    """When each replica that has something to do is to be looked at again: its step ends then, or the next one begins. With the replica's
+    `num_cuts`: if it is another by then, the entry does not count."""
     upcoming, number, num_unfinished = next(requests, None), 0, 0
-    room = math.inf if max_concurrency is None else max_concurrency
+    room, may_skip = (math.inf, True) if max_concurrency is None else (max_concurrency, False)
     bar = tqdm(total=progress_total, unit="request", disable=progress_total is None or sys.stderr is None, dynamic_ncols=True)
     with bar, _rare_collections():
         while upcoming is not None or ends:
+            while ends and ends[0][2] != replicas[ends[0][1]].num_cuts:
+                heapq.heappop(ends)
             arrival = math.inf if upcoming is None or num_unfinished >= room else max(now, upcoming.arrival_time)
             step_end = ends[0][0] if ends else math.inf
             now = min(arrival, step_end)
@@ -129,17 +163,17 @@ def run_requests(
                 replica = replicas[index]
                 if not replica.core.has_unfinished_requests() and replica.outputs is None:
                     replica.clock.advance_to(now)
-                    heapq.heappush(ends, (now, index))
+                    heapq.heappush(ends, (now, index, replica.num_cuts))
+                elif replica.cut(now):
+                    heapq.heappush(ends, (replica.clock.now, index, replica.num_cuts))
                 replica.add(number, upcoming, upcoming.arrival_time if max_concurrency is None else replica.clock.now)
                 tally.add(index, upcoming)
                 upcoming, number, num_unfinished = next(requests, None), number + 1, num_unfinished + 1
             else:
                 index = ends[0][1]
                 replica = replicas[index]
-                if replica.outputs is None:
-                    replica.step()
-                else:
-                    coordinator.report(index, replica.outputs.stats.load, now)
+                if replica.outputs is not None:
+                    coordinator.report(index, replica.load, now)
                     num_finished = tally.take(index, replica.outputs)
                     replica.outputs = None
                     if num_finished:
@@ -147,8 +181,14 @@ def run_requests(
                         bar.update(num_finished)
                         for _ in range(num_finished):
                             router.finish(index)
+                elif replica.quiet is not None:
+                    tally.take_quiet(replica.quiet)
+                    replica.apply_quiet()
+                    coordinator.report(index, replica.load, now)
+                else:
+                    replica.step(may_skip)
                 if replica.outputs is not None or replica.core.has_unfinished_requests():
-                    heapq.heapreplace(ends, (replica.clock.now, index))
+                    heapq.heapreplace(ends, (replica.clock.now, index, replica.num_cuts))
                 else:
                     heapq.heappop(ends)
     tally.finish(now - start)
@@ -221,8 +261,23 @@ class Tally:
                 del all_progress[output.request_id]
                 self._finish(replica, output.metrics, *progress)
                 num_finished += 1
-        self.itl.add_all(gaps)
+        for gap, count in Counter(gaps).items():
+            self.itl.add(gap, count)
         return num_finished
+
+    def take_quiet(self, quiet: QuietSteps) -> None:
+        """Count the tokens of quiet steps, before they are applied."""
+        ends, num_seqs = quiet.ends, len(quiet.sequences)
+        first, last, num_steps, gaps = ends[0], ends[-1], len(ends), []
+        for seq in quiet.sequences:
+            progress = self._progress[seq.request.request_id]
+            gaps.append(first - progress[0])
+            progress[0] = last
+            progress[1] += num_steps
+        for gap, count in Counter(gaps).items():
+            self.itl.add(gap, count)
+        for start, end in pairwise(ends):
+            self.itl.add(end - start, num_seqs)
 
     def _finish(self, replica: int, metrics: RequestMetrics, now: float, num_tokens: int) -> None:
         assert metrics.time_to_first_token is not None

@@ -1,0 +1,121 @@
+"""Steps in which every running sequence gets its next token, and nothing else happens: most steps of a simulation. They are applied together.
+
+    step            ┃ prefill │ decode │ decode │ decode │ decode, a block │ decode │ decode, one ends ┃
+    simulated as    ┃ a step  │ quiet steps, applied at their end          │ quiet  │ a step           ┃
+
+What the scheduler would decide in them is known beforehand, so all else than their times is computed once. The result is that of single steps,
+which tests/bench/test_quiet_steps.py checks on random workloads.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.core_messages import ReplicaLoad
+from minivllm.engine.engine_core import EngineCore
+from minivllm.executor.simulated import SimulatedExecutor, StepWork
+from minivllm.request import Sequence
+
+
+def can_skip_steps(core: EngineCore) -> bool:
+    """Whether the quiet steps of an engine core are known beforehand: not those of another scheduler, or if each step is watched."""
+    executor, scheduler = core.executor, core.scheduler
+    return (
+        type(scheduler) is Scheduler
+        and type(core.block_manager) is BlockSpaceManager
+        and type(executor) is SimulatedExecutor
+        and executor.max_concurrent_batches == 1
+        and executor.watch is None
+        and core.trace is None
+        and scheduler.speculation is None
+        and scheduler.config.policy == "fcfs"
+    )
+
+
+class QuietSteps:
+    """The next steps of an engine core that `can_skip_steps`, whose requests have one sequence each and end by their length.
+
+    All running sequences decode in them; none ends, is preempted or joins, though some may wait for a place. The replica's load changes with the
+    last one only: if more sequences wait than were reported, there is one step; and blocks are allocated in the last one.
+
+    Attributes:
+        began: When the first of them begins, in seconds of the engine's clock.
+        ends: When each of them ends.
+    """
+
+    def __init__(self, core: EngineCore, began: float, num_steps: int, num_context_tokens: int) -> None:
+        assert isinstance(core.executor, SimulatedExecutor)
+        self._core, self._executor, self._num_waiting = core, core.executor, len(core.scheduler.waiting)
+        self.began, self.ends = began, []
+        now, num_seqs = began, len(core.scheduler.running)
+        for _ in range(num_steps):
+            now += core.executor.seconds_of(StepWork(0, 0, num_seqs, num_context_tokens))
+            self.ends.append(now)
+            num_context_tokens += num_seqs
+
+    @classmethod
+    def find(cls, core: EngineCore, now: float, num_waiting_before: int) -> QuietSteps | None:
+        """The quiet steps that begin now; None if the next step is not quiet. `num_waiting_before` is what the step before has reported."""
+        scheduler, manager = core.scheduler, core.block_manager
+        running, tables, block_size = scheduler.running, manager.block_tables, manager.block_size
+        if not running or len(scheduler.swapped) or (len(scheduler.waiting) and len(running) < scheduler.config.max_num_seqs):
+            return None
+        num_steps = 1 if len(scheduler.waiting) != num_waiting_before else 2**62
+        num_until_full = 2**62
+        num_context_tokens = num_growing = 0
+        for seq in running:
+            num_tokens = len(seq.token_ids)
+            if num_tokens - seq.num_computed_tokens > 1 or num_tokens == seq.num_prompt_tokens:
+                return None  # in its prompt, or it recomputes what a preemption has lost
+            num_context_tokens += num_tokens
+            num_steps = min(num_steps, seq.request.max_num_tokens - num_tokens - 1)
+            room = len(tables[seq.seq_id]) * block_size - num_tokens  # before its newest token needs a block: one more step
+            if room < num_until_full:
+                num_until_full, num_growing = room, 1
+            elif room == num_until_full:
+                num_growing += 1
+        has_blocks = num_growing <= manager.get_num_free_gpu_blocks()
+        num_steps = min(num_steps, num_until_full + 1 + has_blocks)
+        return cls(core, now, num_steps, num_context_tokens) if num_steps > 0 else None
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences that each get a token in each step."""
+        return self._core.scheduler.running
+
+    def cut(self, now: float) -> bool:
+        """Leave out the steps that begin after `now`. Returns whether there were any."""
+        num_steps = bisect_left(self.ends, now) + 1
+        if num_steps >= len(self.ends):
+            return False
+        del self.ends[num_steps:]
+        return True
+
+    def apply(self) -> ReplicaLoad:
+        """Advance the scheduler, the block tables and the counts. Returns the load when the last step ends."""
+        core, running, manager, num_steps = self._core, self.sequences, self._core.block_manager, len(self.ends)
+        tables, block_size = manager.block_tables, manager.block_size
+        growing, others = [], []
+        for seq in running:  # by whether the newest token before the last step needs a block
+            grows = len(seq.token_ids) + num_steps - 1 > len(tables[seq.seq_id]) * block_size
+            (growing if grows else others).append(seq)
+        self._advance(growing, num_steps - 1)
+        for seq in growing:
+            manager.append_slots(seq)
+        self._advance(growing, 1)
+        self._advance(others, num_steps)
+        core.num_steps += num_steps
+        core.outputs.num_generated_tokens += num_steps * len(running)
+        num_used = manager.num_gpu_blocks - manager.get_num_free_gpu_blocks()
+        return ReplicaLoad(self._num_waiting, len(running), num_used / manager.num_gpu_blocks)
+
+    def _advance(self, sequences: list[Sequence], num_tokens: int) -> None:
+        tokens_after, manager = self._executor.tokens_after, self._core.block_manager
+        for seq in sequences:
+            seq.token_ids += tokens_after(seq.request.data, seq.index, len(seq.token_ids), num_tokens)
+            seq.num_computed_tokens += num_tokens
+            seq.num_reported_tokens += num_tokens
+            if manager.enable_prefix_caching:
+                manager.cache_full_blocks(seq)
