@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.bench.summary import Goals, RunSummary
 from minivllm.bench.workloads import WorkloadRequest
-from minivllm.data_parallel.routing import ROUTERS, make_router
+from minivllm.data_parallel.routing import ROUTERS, LoadPublisher, make_router
 from minivllm.executor.simulated import CostModel, VirtualClock
 from minivllm.simulation import events
 from minivllm.simulation.engine import make_simulated_engine
 from minivllm.simulation.events import ExactTimes, SimulatedReplica, Tally, run_requests
 
 
+class NotesChanges(LoadPublisher):
+    """Notes when which load is another one than before."""
+
+    def __init__(self, now):
+        super().__init__(now)
+        self.changes = []
+
+    def report(self, replica, load, now):
+        if self.loads.get(replica) != load:
+            self.changes.append((now, replica, load))
+        super().report(replica, load, now)
+
+
 def run(requests, num_replicas, routing, options, may_skip):
-    """All that a simulation leaves behind, and how many calls of `EngineCore.step` it took."""
+    """All that a simulation tells and leaves behind, and how many calls of `EngineCore.step` it took."""
     start, queue = events.start_of(requests)
     engines = [make_simulated_engine(clock=VirtualClock(start), trace=False, **options) for _ in range(num_replicas)]
     replicas, calls = [SimulatedReplica(engine) for engine in engines], []
@@ -26,11 +41,14 @@ def run(requests, num_replicas, routing, options, may_skip):
         replica.core.step = lambda step=step: calls.append(None) or step()
     summary = RunSummary()
     tally = Tally(summary, ExactTimes, Goals(ttft=500), num_replicas)
-    run_requests(queue, replicas, make_router(routing, max_num_seqs=options["max_num_seqs"]), tally)
+    publisher = NotesChanges(start)
+    with mock.patch.object(events, "LoadPublisher", lambda now: publisher):
+        run_requests(queue, replicas, make_router(routing, max_num_seqs=options["max_num_seqs"]), tally)
     cores = [replica.core for replica in replicas]
     itl = tally.itl.distribution()
     left = {
         "summary": summary,
+        "loads": publisher.changes,
         "itl percentiles": itl[1:],
         "requests": (tally.requests, tally.request_seconds, tally.num_cached_tokens),
         "busy": [replica.busy_seconds for replica in replicas],
