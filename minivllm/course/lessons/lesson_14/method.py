@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from numba import njit
 from numba.core.dispatcher import Dispatcher
 from torch import Tensor
 
 from minivllm.course.lessons.lesson_02.situations import make_tensor
-from minivllm.course.lessons.lesson_14.rounding import find_scales, hadamard, some_outliers, to_int8
+from minivllm.course.lessons.lesson_14.rounding import SMALLEST, find_scales, hadamard, some_outliers, to_int8
 from minivllm.course.lessons.ranks import situation
 from minivllm.course.lessons.tensors import Suspect, expect_close
 from minivllm.course.observations import expect, rounds
@@ -58,6 +59,42 @@ def in_threads(multiply_some: Any) -> Callable[[Tensor, Tensor], Tensor]:
         return out
 
     return multiply
+
+
+@njit(error_model="numpy")
+def _round_inputs(x: Any, block: Any, integers: Any, scales: Any) -> None:
+    """The butterflies of a Hadamard transform, in steps of 1, 2, 4, …; then the largest magnitude, and integers."""
+    for row in range(x.shape[0]):
+        numbers = x[row].copy()
+        half = 1
+        while half < block:
+            for start in range(0, len(numbers), 2 * half):
+                for i in range(start, start + half):
+                    first, second = numbers[i], numbers[i + half]
+                    numbers[i], numbers[i + half] = first + second, first - second
+            half *= 2
+        largest = np.float32(0)
+        for i in range(len(numbers)):
+            largest = max(largest, abs(numbers[i]))
+        length = np.float32(np.sqrt(block))
+        scales[row, 0] = max(largest / length / np.float32(127), np.float32(SMALLEST))
+        step = np.float32(1) / (scales[row, 0] * length)
+        for i in range(len(numbers)):
+            integers[row, i] = np.int8(np.rint(numbers[i] * step))
+
+
+def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate and round in one compiled call: a dozen of torch's calls take longer than the product of one token.
+
+    Args:
+        x: `[tokens, inputs]`, float32; `inputs` is a multiple of `BLOCK`.
+
+    Returns:
+        What `to_int8(rotate(x, BLOCK), scales)` gives, and the scales, `[tokens, 1]`.
+    """
+    integers, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x), 1)
+    _round_inputs(x.contiguous().numpy(), BLOCK, integers.numpy(), scales.numpy())
+    return integers, scales
 
 
 def make_layer(method_cls: Any, weight: Tensor, bias: Tensor | None) -> tuple[Linear, Any]:
