@@ -27,25 +27,27 @@ def check_draft(draft: Callable[..., Any]) -> None:
 
 
 def _find_draft_mistake(text: list[int], longest: int, shortest: int, count: int, right: list[int], got: Any) -> str:
+    if right and not got:
+        return f"which n-grams are looked up: lengths from {shortest} to {longest}, both included; and they may overlap with the end"
     for wrong, hint in _draft_mistakes(text, longest, shortest, count):
         if wrong == got and wrong != right:
             return hint
     if len(got) < len(right) and got == right[: len(got)]:
-        return "the end of the text: the drafts go on there, with what they began with, as if the text repeated itself"
+        return "the end of the text: the drafts go on there with themselves, as if the text repeated itself"
     if not right:
         return "n-grams that do not occur before the end of the text: then there are no drafts"
     return "the longest n-gram at the end of the text that occurs earlier, its last earlier occurrence, and what followed there"
 
 
 def _draft_mistakes(text: list[int], longest: int, shortest: int, count: int) -> Iterator[tuple[list[int], str]]:
-    def go_on(start: int) -> list[int]:
-        return [text[start + i % (len(text) - start)] for i in range(count)] if start < len(text) else []
+    def go_on(start: int, extra: int = 0) -> list[int]:
+        return [text[start + i % (len(text) - start)] for i in range(count + extra)] if start < len(text) else []
 
-    def find(lengths: Sequence[int], starts: Callable[[int], Sequence[int]], shift: int = 0) -> list[int]:
+    def find(lengths: Sequence[int], starts: Callable[[int], Sequence[int]], shift: int = 0, extra: int = 0) -> list[int]:
         for n in lengths:
             for start in starts(n):
                 if n <= len(text) and text[start : start + n] == text[-n:]:
-                    return go_on(max(0, start + n + shift))
+                    return go_on(max(0, start + n + shift), extra)
         return []
 
     down, up = range(longest, shortest - 1, -1), range(shortest, longest + 1)
@@ -53,6 +55,10 @@ def _draft_mistakes(text: list[int], longest: int, shortest: int, count: int) ->
     def latest(n: int) -> Sequence[int]:
         return range(len(text) - n - 1, -1, -1)
 
+    right = find(down, latest)
+    for size in range(1, len(right)):
+        if text[-size:] == right[:size]:
+            yield right[:size], "the end of the text: the drafts go on there with themselves, as if the text repeated itself"
     yield find(down, lambda n: range(len(text) - n)), "which occurrence: the last one, the nearest to the end"
     yield find(up, latest), "which n-gram: try the longest first"
     yield find(down, lambda n: range(len(text) - 2 * n, -1, -1)), "occurrences that overlap with the end: they count, too"
@@ -63,8 +69,7 @@ def _draft_mistakes(text: list[int], longest: int, shortest: int, count: int) ->
         yield find(down, latest, -n), "where the drafts begin: behind the n-gram, not with it"
     yield find(down, latest, 1), "where the drafts begin: directly behind the n-gram"
     yield find(down, latest, -1), "where the drafts begin: directly behind the n-gram"
-    right = find(down, latest)
-    yield [*right, *right[:1]], f"how many: num_tokens={count}"
+    yield find(down, latest, extra=1), f"how many: num_tokens={count}"
     yield right[:-1], f"how many: num_tokens={count}"
 
 
@@ -100,11 +105,12 @@ def _find_verify_mistake(
 ) -> str:
     accepted = right[:-1]
     shifted = chosen[1:] + chosen[-1:]
+    matching = [a for a, b in zip(drafts, chosen, strict=False) if a == b]
     known = [
         (accepted, "the model's own token: a step yields one more than it accepts, in place of a rejected draft or after the last one"),
         (chosen, "the first rejected draft: what comes after it was computed from a wrong text, and is dropped"),
         (
-            [a for a, b in zip(drafts, chosen, strict=False) if a == b] + chosen[-1:],
+            matching + chosen[-1:] if matching else None,
             "drafts after a rejected one: they are dropped, even if they match",
         ),
         (accept_drafts(tuple(drafts), shifted), "which row belongs to which draft: row 0 is what follows the text, and draft 0 is compared with it"),

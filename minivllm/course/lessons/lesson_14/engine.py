@@ -84,24 +84,32 @@ def seconds_per_token(llm: LLM, num_tokens: int = 24) -> float:
     return (time.perf_counter() - start) / num_tokens
 
 
-def check_real(method_cls: Any, rounds_in_turns: int = 3) -> list[str]:
-    """Load the model with a learner's method, compare it with float32, and let both write.
+def check_real(method_cls: Any, packed_cls: Any, rounds_in_turns: int = 3) -> list[str]:
+    """Load the model with a learner's methods, compare them with float32, and let all of them write.
+
+    Args:
+        method_cls: Computes with the learner's own loop.
+        packed_cls: The same integers in the engine's order, which its compiled layers read.
 
     Returns:
-        A line each about quality, speed and text.
+        Lines about quality, speed and text.
     """
-    reference, mine = load(), load(method_cls)
+    reference = load()
     token_ids = reference.get_tokenizer().encode(TEXT)
-    divergence, agreement = compare(*(compute_logits(llm, token_ids) for llm in (reference, mine)))
-    said = f"{len(token_ids)} tokens of prose, read by both models."
-    look = "the check of MyInt8 above: what is rounded must be rotated, and each row needs its own scale"
-    expect(said, f"mean divergence below {MOST_KL} nats", True, divergence < MOST_KL, look)
-    text = mine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)[0].outputs[0].text
-    expect(f"The prompt {PROMPT!r}.", "'Paris' in the text", True, "Paris" in text, "apply and get_rows: the text is of no use")
-    times = [[seconds_per_token(llm) for llm in (reference, mine)] for _ in range(rounds_in_turns)]
+    right, lines, engines = compute_logits(reference, token_ids), [], [reference]
+    for name, cls in (("your loop", method_cls), ("your integers, packed", packed_cls)):
+        mine = load(cls)
+        engines.append(mine)
+        divergence, agreement = compare(right, compute_logits(mine, token_ids))
+        said = f"{len(token_ids)} tokens of prose, read by float32 and by {cls.__name__}."
+        look = "the check of MyInt8 above: what is rounded must be rotated, and each row needs its own scale"
+        expect(said, f"mean divergence below {MOST_KL} nats", True, divergence < MOST_KL, look)
+        text = mine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)[0].outputs[0].text
+        expect(f"{cls.__name__} and the prompt {PROMPT!r}.", "'Paris' in the text", True, "Paris" in text, "apply and get_rows")
+        lines.append(f"{name}: mean divergence from float32 {divergence:.4f} nats, the same next token at {agreement:.0%} of the positions")
+        lines.append(f"  {PROMPT}{' '.join(text.split())}")
+    times = [[seconds_per_token(llm) for llm in engines] for _ in range(rounds_in_turns)]
     best = [min(column) for column in zip(*times, strict=True)]
-    return [
-        f"mean divergence from float32: {divergence:.4f} nats; the same next token at {agreement:.0%} of the positions",
-        f"one sequence: {1 / best[0]:.0f} tokens/s in float32, {1 / best[1]:.0f} with yours: {best[0] / best[1]:.2f} times as fast",
-        f"{PROMPT}{text}",
-    ]
+    for name, seconds in zip(("float32", "your loop", "your integers, packed"), best, strict=True):
+        lines.append(f"{name}: {1 / seconds:.0f} tokens/s, {best[0] / seconds:.2f} times float32")
+    return lines

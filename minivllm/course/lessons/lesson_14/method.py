@@ -22,12 +22,15 @@ from minivllm.distributed.parallel_state import SingleRank
 from minivllm.layers.linear import Linear
 from minivllm.layers.linear_methods import LinearMethod
 
-BLOCK = 64
-"""Numbers that a rotation mixes: both widths of the default model, 576 and 1,536, are multiples of it."""
 WITHIN = 4e-3
 """How far an output may be from the right one, relative to the largest: a number that lies between two integers may go either way."""
 OUTPUTS_PER_PART = 256
 """Enough that a thread is worth its call."""
+
+
+def largest_block(size: int) -> int:
+    """The largest power of two that divides a size: as many numbers a rotation mixes. 64 for 576, and 512 for 1,536."""
+    return size & -size
 
 
 def in_threads(multiply_some: Any) -> Callable[[Tensor, Tensor], Tensor]:
@@ -87,14 +90,37 @@ def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate and round in one compiled call: a dozen of torch's calls take longer than the product of one token.
 
     Args:
-        x: `[tokens, inputs]`, float32; `inputs` is a multiple of `BLOCK`.
+        x: `[tokens, inputs]`, float32.
 
     Returns:
-        What `to_int8(rotate(x, BLOCK), scales)` gives, and the scales, `[tokens, 1]`.
+        What `to_int8(rotate(x, largest_block(inputs)), scales)` gives, and the scales, `[tokens, 1]`.
     """
     integers, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x), 1)
-    _round_inputs(x.contiguous().numpy(), BLOCK, integers.numpy(), scales.numpy())
+    _round_inputs(x.contiguous().numpy(), largest_block(x.shape[1]), integers.numpy(), scales.numpy())
     return integers, scales
+
+
+def pack(integers: Tensor, scales: Tensor) -> Any:
+    """Rotated 8-bit weights in the order in which the engine's compiled layers read them.
+
+    Args:
+        integers: `[outputs, inputs]`, int8; inputs are a multiple of 64.
+        scales: `[outputs, 1]`.
+    """
+    from minivllm.kernels.cpu.linear_int8 import INPUT_ZERO, PackedInt8Weight
+
+    packed = PackedInt8Weight(*integers.shape)
+
+    def keep(first: int, rows: Tensor) -> Tensor:
+        part = slice(first, first + len(rows))
+        packed.scales[part] = (scales[part, 0] / largest_block(rows.shape[1]) ** 0.5).numpy()  # the engine's transform is not divided
+        packed.corrections[part] = (-INPUT_ZERO * rows.sum(dim=1, dtype=torch.int32)).numpy()
+        return rows.contiguous()
+
+    packed._round = keep  # type: ignore[method-assign]
+    packed.set_rows(0, integers)
+    del packed._round
+    return packed
 
 
 def make_layer(method_cls: Any, weight: Tensor, bias: Tensor | None) -> tuple[Linear, Any]:
@@ -119,7 +145,8 @@ def compute(x: Tensor, weight: Tensor, bias: Tensor | None, rotated: tuple[bool,
 
 
 def _rotate(x: Tensor) -> Tensor:
-    return (x.reshape(-1, BLOCK) @ hadamard(BLOCK)).view(x.shape)
+    block = largest_block(x.shape[1])
+    return (x.reshape(-1, block) @ hadamard(block)).view(x.shape)
 
 
 def _output_suspects(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[Suspect]:
@@ -138,15 +165,15 @@ def _output_suspects(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator
     yield plain / inputs + (0 if bias is None else bias), "the inputs' scales: the sums are in their steps, so multiply by them"
     yield plain / weights.T + (0 if bias is None else bias), "the weight's scales: the sums are in their steps, so multiply by them"
     if bias is not None:
-        yield plain, "the bias: the method must add it"
+        yield plain, "the bias: the method adds it, and at the end: the scales are not its own"
         yield right + bias, "the bias: it is added once"
-        yield (plain / (inputs * weights.T) + bias) * inputs * weights.T, "the bias: it is added after the scales, which are not its own"
+        yield (plain / (inputs * weights.T) + bias) * inputs * weights.T, "the bias: it is added at the end: the scales are not its own"
 
 
 def check_method(method_cls: Any) -> None:
     """A linear method in the package's own layer: outputs, memory, and rows for an embedding."""
     for rng in rounds("method", 6):
-        outputs, inputs, tokens = rng.randint(3, 9), BLOCK * rng.randint(1, 3), rng.randint(2, 4)
+        outputs, inputs, tokens = rng.randint(3, 9), 64 * rng.randint(1, 3), rng.randint(2, 4)
         weight, x = some_outliers(rng, outputs, inputs) * 0.02, some_outliers(rng, tokens, inputs)
         x[rng.randrange(tokens)] *= 300
         bias = 50 * make_tensor(rng, outputs) if rng.random() < 0.6 else None

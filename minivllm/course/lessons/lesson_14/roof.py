@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minivllm.course.lessons.ranks import situation
@@ -121,8 +121,8 @@ def check_step_cost(step_cost_of: Callable[..., Any]) -> None:
 def check_roofline(least_seconds: Callable[..., Any], break_even: Callable[..., Any]) -> None:
     """The slower of the two limits; and the batch at which they are equal."""
     for rng in rounds("roof", 40):
-        flops, num_bytes = rng.randint(1, 999) * 1e6, rng.randint(1, 999) * 1e5
-        peak, bandwidth = rng.randint(1, 99) * 1e9, rng.randint(1, 99) * 1e8
+        flops, num_bytes = rng.randint(1, 999) * 1e8, rng.randint(1, 999) * 1e5
+        peak, bandwidth = rng.randint(100, 999) * 1e9, rng.randint(1, 99) * 1e8
         said = f"least_seconds(flops={flops:.4g}, num_bytes={num_bytes:.4g}, peak={peak:.4g}, bandwidth={bandwidth:.4g})."
         compute, memory = flops / peak, num_bytes / bandwidth
         mistakes = {
@@ -132,7 +132,7 @@ def check_roofline(least_seconds: Callable[..., Any], break_even: Callable[..., 
         with situation(said):
             got = least_seconds(flops, num_bytes, peak, bandwidth)
         expect_number(said, "seconds", max(compute, memory), got, "which of the two takes longer", mistakes)
-        sizes = make_sizes(rng)
+        sizes = replace(make_sizes(rng), weight_bytes=rng.choice((1, 4)))
         said = f"break_even({sizes}, peak={peak:.4g}, bandwidth={bandwidth:.4g})."
         weights = sizes.layer_weights + sizes.head_weights
         right = next_whole(peak * sizes.weight_bytes, 2 * bandwidth)

@@ -39,25 +39,28 @@ def hadamard(order: int) -> Tensor:
 
 
 def _scale_suspects(x: Tensor, bits: int) -> Iterator[Suspect]:
-    size, most = x.abs(), 2 ** (bits - 1) - 1
-    yield (size.amax() / most).expand(len(x), 1), "whose largest number that is: each row has its own scale"
-    yield x.amax(dim=1, keepdim=True).clamp(min=SMALLEST) / most, "the largest magnitude: the number may be negative"
-    yield size.amax(1, keepdim=True) / (most + 1), f"the range: with {bits} bits, the integers go from {-most} to {most}"
-    yield size.amax(1, keepdim=True) / (2 * most + 1), "the range: there are as many integers below zero as above"
-    yield size.amax(1, keepdim=True), "what a scale is: the largest magnitude divided by the largest integer"
-    yield most / size.amax(1, keepdim=True).clamp(min=SMALLEST), "what a scale is: what one integer step is worth, not its inverse"
-    yield size.amax(1) / most, "the shape: [rows, 1], so that it divides rows"
+    most, largest = 2 ** (bits - 1) - 1, x.abs().amax(dim=1, keepdim=True)
+    small = {"min": SMALLEST}
+    whole = (largest.amax() / most).expand(len(x), 1)
+    yield whole, "whose largest number that is: each row has its own scale"
+    yield (x.amax(dim=1, keepdim=True) / most).clamp(**small), "the largest magnitude: the number may be negative"
+    yield (largest / (most + 1)).clamp(**small), f"the range: with {bits} bits, the integers go from {-most} to {most}"
+    yield (largest / (2 * most + 1)).clamp(**small), "the range: there are as many integers below zero as above"
+    yield largest.clamp(**small), "what a scale is: the largest magnitude divided by the largest integer"
+    yield most / largest.clamp(**small), "what a scale is: what one integer step is worth, not its inverse"
+    yield (largest[:, 0] / most).clamp(**small), "the shape: [rows, 1], so that it divides rows"
 
 
 def _int8_suspects(x: Tensor, scales: Tensor, bits: int) -> Iterator[Suspect]:
     most, steps = 2 ** (bits - 1) - 1, x / scales
     yield steps.clamp(-most, most).to(torch.int8), "the rounding: .to(torch.int8) cuts off what is behind the point; round before it"
     yield steps.clamp(-most, most).floor().to(torch.int8), "the rounding: to the nearest, not down"
+    if bits != 8:
+        yield steps.round().clamp(-127, 127).to(torch.int8), f"bits: with {bits}, the largest integer is {most}"
     wrapped = ((steps.round().long() + 128) % 256 - 128).to(torch.int8)
     yield wrapped, "numbers beyond the range: 130 as int8 is -126. Clamp before the conversion"
     yield wrapped.clamp(-most, most), "the order: clamp before .to(torch.int8), afterwards it is too late"
     yield steps.round().clamp(-most - 1, most).to(torch.int8), f"the range: symmetric, from {-most} to {most}"
-    yield steps.round().clamp(-127, 127).to(torch.int8), f"bits: with {bits}, the largest integer is {most}"
     yield (x.round() / scales).clamp(-most, most).to(torch.int8), "the order: first divide, then round"
     yield steps.round().clamp(0, most).to(torch.int8), "the range: half of the numbers are negative"
     yield (x * scales).round().clamp(-most, most).to(torch.int8), "the division: by the scales"
@@ -138,14 +141,12 @@ def _find_mistake(exact: np.ndarray, x: np.ndarray, weight: np.ndarray, first: i
             return f"the sum: it has {bits} bits, and wraps around. Begin with np.int32(0), and make the numbers int32 before you multiply"
     if np.array_equal(np.where((mask >= first) & (mask <= last), exact, -7), out):
         return "the outputs: from first on, but without last"
-    if (out[1:, first:last] == -7).all() and len(out) > 1:
-        return "the tokens: every row of x"
     if (out[:, :first] != -7).any() or (out[:, last:] != -7).any():
         return "where a result belongs: output o is row o of the weight and column o of out; others are left alone"
+    if (out[1:, first:last] == -7).all() and len(out) > 1:
+        return "the tokens: every row of x"
     if (out[:, last - 1] == -7).all():
         return "the outputs: the one before last belongs to them"
-    if np.array_equal(put(np.where(exact > 2**14, exact, exact)), out):
-        return "the sums"
     return "the loops: for each output and each token, the sum over all inputs, from zero on, in np.int32"
 
 
@@ -173,13 +174,16 @@ def _rotate(x: Tensor, order: int) -> Tensor:
 
 
 def _matrix_suspects(order: int) -> Iterator[Suspect]:
-    matrix, half = hadamard(order), hadamard(order // 2) / 2**0.5
+    matrix, half, other = hadamard(order), hadamard(order // 2), torch.ones(1, 1)
+    while len(other) < order:
+        other = torch.cat([torch.cat([other, other], 1), torch.cat([-other, other], 1)])
     yield matrix * order**0.5, "the lengths: divide by the square root of the order, so that H @ H is 1"
     yield matrix / order**0.5, "the lengths: divided by the order it shrinks what it rotates; the square root keeps lengths"
     yield torch.ones(order, order) / order**0.5, "the sign: the last quarter is -H"
-    yield torch.cat([torch.cat([half, half], 1), torch.cat([-half, half], 1)]), "which quarter has the minus: the last"
-    yield hadamard(2 * order), "when the doubling ends: the matrix has `order` rows"
-    yield half * 2**0.5, "when the doubling ends: the matrix has `order` rows"
+    yield other / order**0.5, "which quarter has the minus: the last"
+    for twice in (hadamard(2 * order), hadamard(2 * order) * 2**0.5):
+        yield twice, "when the doubling ends: the matrix has `order` rows"
+    yield half, "when the doubling ends: the matrix has `order` rows"
 
 
 def _rotate_suspects(x: Tensor, order: int) -> Iterator[Suspect]:
