@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from minivllm.core.speculation import NgramIndex, accept_drafts
@@ -28,7 +29,9 @@ def check_draft(draft: Callable[..., Any]) -> None:
 
 def _find_draft_mistake(text: list[int], longest: int, shortest: int, count: int, right: list[int], got: Any) -> str:
     if right and not got:
-        return f"which n-grams are looked up: lengths from {shortest} to {longest}, both included; and they may overlap with the end"
+        return (
+            f"which n-grams are looked up: lengths from {shortest} to {longest}, both included; and they may overlap with the end"
+        )
     for wrong, hint in _draft_mistakes(text, longest, shortest, count):
         if wrong == got and wrong != right:
             return hint
@@ -86,9 +89,10 @@ def check_verify(verify: Callable[..., Any]) -> None:
             return scores.index(max(scores))
 
         chosen = [choose(row, place) for place, row in enumerate(logits)]
-        drafts = [token if rng.random() < 0.7 else rng.randrange(vocab) for token in chosen[:count]]
-        if count and rng.random() < 0.3:
-            drafts[0] = (chosen[0] + 1) % vocab
+        drafts = chosen[:count]
+        if count and rng.random() < 0.6:
+            place = rng.randrange(count)
+            drafts[place] = (chosen[place] + rng.randrange(1, vocab)) % vocab
         right = accept_drafts(tuple(drafts), chosen)
         said = (
             f"verify({drafts}, logits, choose): after the text and after each draft, choose, {'sampled' if is_sampled else 'greedy'}, "
@@ -161,12 +165,8 @@ def _find_draw_mistake(probabilities: Row, token: int, u: float, v: float, right
         return f"when the draft is kept: if u is below its probability, {probabilities[token]:.4f}"
     if got == token:
         return "the other tokens: a draft that was rejected has no second chance, so its probability is 0 there"
-    below = 0.0
-    for i, p in enumerate(rest):
-        below += p
-        if v < below:
-            break
-    if got in (i, None):
+    undivided = next((i for i, below in enumerate(accumulate(rest)) if v < below), None)
+    if got == undivided:
         return "the probabilities of the others: divided by their sum, or v reaches beyond them"
     if got == _pick(rest, u):
         return "the second random number: u is used up, and is large where a draft is rejected"
@@ -195,6 +195,9 @@ def check_gain(expected_tokens: Callable[..., Any], gain: Callable[..., Any]) ->
         said = f"gain({rate}, {count}, cost={cost})."
         with situation(said):
             got = gain(rate, count, cost)
-        known = {"as if a step with drafts took no longer": right, "what comes of a product: a longer step is a loss": right * cost}
+        known = {
+            "as if a step with drafts took no longer": right,
+            "what comes of a product: a longer step is a loss": right * cost,
+        }
         look = "tokens per step, divided by how many times as long a step takes"
         expect_number(said, "times as many tokens per second", right / cost, got, look, known)

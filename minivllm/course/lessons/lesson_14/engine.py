@@ -106,7 +106,9 @@ def check_real(method_cls: Any, packed_cls: Any, rounds_in_turns: int = 3) -> li
         expect(said, f"mean divergence below {MOST_KL} nats", True, divergence < MOST_KL, look)
         text = mine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)[0].outputs[0].text
         expect(f"{cls.__name__} and the prompt {PROMPT!r}.", "'Paris' in the text", True, "Paris" in text, "apply and get_rows")
-        lines.append(f"{name}: mean divergence from float32 {divergence:.4f} nats, the same next token at {agreement:.0%} of the positions")
+        lines.append(
+            f"{name}: mean divergence from float32 {divergence:.4f} nats, the same next token at {agreement:.0%} of the positions"
+        )
         lines.append(f"  {PROMPT}{' '.join(text.split())}")
     times = [[seconds_per_token(llm) for llm in engines] for _ in range(rounds_in_turns)]
     best = [min(column) for column in zip(*times, strict=True)]

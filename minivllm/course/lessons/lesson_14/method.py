@@ -113,7 +113,9 @@ def pack(integers: Tensor, scales: Tensor) -> Any:
 
     def keep(first: int, rows: Tensor) -> Tensor:
         part = slice(first, first + len(rows))
-        packed.scales[part] = (scales[part, 0] / largest_block(rows.shape[1]) ** 0.5).numpy()  # the engine's transform is not divided
+        packed.scales[part] = (
+            scales[part, 0] / largest_block(rows.shape[1]) ** 0.5
+        ).numpy()  # the engine's transform is not divided
         packed.corrections[part] = (-INPUT_ZERO * rows.sum(dim=1, dtype=torch.int32)).numpy()
         return rows.contiguous()
 
@@ -152,8 +154,14 @@ def _rotate(x: Tensor) -> Tensor:
 def _output_suspects(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[Suspect]:
     right, plain = compute(x, weight, bias), compute(x, weight, None)
     inputs, weights = find_scales(_rotate(x)), find_scales(_rotate(weight))
-    yield compute(x, weight, bias, (False, True)), "the inputs: they are rotated as the weight is, or the two do not belong together"
-    yield compute(x, weight, bias, (True, False)), "the weight: it is rotated as the inputs are, or the two do not belong together"
+    yield (
+        compute(x, weight, bias, (False, True)),
+        "the inputs: they are rotated as the weight is, or the two do not belong together",
+    )
+    yield (
+        compute(x, weight, bias, (True, False)),
+        "the weight: it is rotated as the inputs are, or the two do not belong together",
+    )
     yield compute(x, weight, bias, (False, False)), "the rotation: without it, the outliers leave few steps to all other inputs"
     whole = _rotate(x)
     scale = (whole.abs().amax() / 127).expand(len(x), 1)
@@ -163,11 +171,17 @@ def _output_suspects(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator
         "the scales of the inputs: each row has its own, or a token depends on the others in its batch",
     )
     yield plain / inputs + (0 if bias is None else bias), "the inputs' scales: the sums are in their steps, so multiply by them"
-    yield plain / weights.T + (0 if bias is None else bias), "the weight's scales: the sums are in their steps, so multiply by them"
+    yield (
+        plain / weights.T + (0 if bias is None else bias),
+        "the weight's scales: the sums are in their steps, so multiply by them",
+    )
     if bias is not None:
         yield plain, "the bias: the method adds it, and at the end: the scales are not its own"
         yield right + bias, "the bias: it is added once"
-        yield (plain / (inputs * weights.T) + bias) * inputs * weights.T, "the bias: it is added at the end: the scales are not its own"
+        yield (
+            (plain / (inputs * weights.T) + bias) * inputs * weights.T,
+            "the bias: it is added at the end: the scales are not its own",
+        )
 
 
 def check_method(method_cls: Any) -> None:
@@ -213,5 +227,11 @@ def _check_rows(said: str, rng: random.Random, method: LinearMethod, weight: Ten
         (integers[wanted], "the scales and the rotation: both must be undone"),
     ]
     expect_close(
-        said, "rows", _rotate(integers * scales)[wanted], rows, "the rows of the integers, their scales, the rotation", suspects, WITHIN
+        said,
+        "rows",
+        _rotate(integers * scales)[wanted],
+        rows,
+        "the rows of the integers, their scales, the rotation",
+        suspects,
+        WITHIN,
     )

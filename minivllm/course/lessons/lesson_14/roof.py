@@ -39,9 +39,7 @@ class Sizes:
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
         layer = attention + 3 * hidden * config["intermediate_size"]
         layers = config["num_hidden_layers"]
-        return cls(
-            layers * layer, config["vocab_size"] * hidden, layers, heads, kv_heads, head_dim, weight_bytes, cache_bytes
-        )
+        return cls(layers * layer, config["vocab_size"] * hidden, layers, heads, kv_heads, head_dim, weight_bytes, cache_bytes)
 
 
 def step_cost(sizes: Sizes, new: Sequence[int], contexts: Sequence[int]) -> tuple[int, float]:
@@ -96,7 +94,8 @@ def _byte_mistakes(sizes: Sizes, new: list[int], contexts: list[int], num_bytes:
         + token * (sum(n * c for n, c in zip(new, contexts, strict=True)) + sum(new)),
         "without the cache": weights,
         "what it would be without the head": num_bytes - sizes.head_weights * sizes.weight_bytes,
-        "what it would be with a cache of weight_bytes: it has cache_bytes": weights + cache * sizes.weight_bytes / sizes.cache_bytes,
+        "what it would be with a cache of weight_bytes: it has cache_bytes": weights
+        + cache * sizes.weight_bytes / sizes.cache_bytes,
     }
 
 
@@ -169,7 +168,11 @@ def check_amdahl(amdahl: Callable[..., Any]) -> None:
             got = amdahl(dict(profile), part, factor)
         is_pair = isinstance(got, (tuple, list)) and len(got) == 2
         expect(
-            said, "what is returned", "a pair", "a pair" if is_pair else repr(got)[:80], "the last line: the speed-up, and the most"
+            said,
+            "what is returned",
+            "a pair",
+            "a pair" if is_pair else repr(got)[:80],
+            "the last line: the speed-up, and the most",
         )
         share = profile[part] / total
         mistakes = {

@@ -53,7 +53,10 @@ def _scale_suspects(x: Tensor, bits: int) -> Iterator[Suspect]:
 
 def _int8_suspects(x: Tensor, scales: Tensor, bits: int) -> Iterator[Suspect]:
     most, steps = 2 ** (bits - 1) - 1, x / scales
-    yield steps.clamp(-most, most).to(torch.int8), "the rounding: .to(torch.int8) cuts off what is behind the point; round before it"
+    yield (
+        steps.clamp(-most, most).to(torch.int8),
+        "the rounding: .to(torch.int8) cuts off what is behind the point; round before it",
+    )
     yield steps.clamp(-most, most).floor().to(torch.int8), "the rounding: to the nearest, not down"
     if bits != 8:
         yield steps.round().clamp(-127, 127).to(torch.int8), f"bits: with {bits}, the largest integer is {most}"
@@ -188,7 +191,10 @@ def _matrix_suspects(order: int) -> Iterator[Suspect]:
 
 def _rotate_suspects(x: Tensor, order: int) -> Iterator[Suspect]:
     matrix, rows = hadamard(order), len(x)
-    yield (x.view(rows, order, -1).transpose(1, 2) @ matrix).transpose(1, 2).reshape(x.shape), "what a block is: neighbours in a row"
+    yield (
+        (x.view(rows, order, -1).transpose(1, 2) @ matrix).transpose(1, 2).reshape(x.shape),
+        "what a block is: neighbours in a row",
+    )
     yield torch.cat([x[:, :order] @ matrix, x[:, order:]], dim=1), "the other blocks: each is rotated"
     yield x, "the product: nothing is rotated"
     yield _rotate(x, order).view(-1, order), "the shape: that of x"
