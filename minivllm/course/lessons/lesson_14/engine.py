@@ -109,7 +109,7 @@ def check_real(method_cls: Any, packed_cls: Any, rounds_in_turns: int = 3) -> li
         lines.append(
             f"{name}: mean divergence from float32 {divergence:.4f} nats, the same next token at {agreement:.0%} of the positions"
         )
-        lines.append(f"  {PROMPT}{' '.join(text.split())}")
+        lines.append(f"  {PROMPT} {' '.join(text.split())}")
     times = [[seconds_per_token(llm) for llm in engines] for _ in range(rounds_in_turns)]
     best = [min(column) for column in zip(*times, strict=True)]
     for name, seconds in zip(("float32", "your loop", "your integers, packed"), best, strict=True):
