@@ -45,24 +45,26 @@ PARTS = (
     Part("OutputProcessor", "engine/output_processor.py", "talks to you", 10.4, 7.1, (1, 8), "text, stop strings, logprobs"),
     Part("InprocClient", "engine/core_client.py", "talks to you", 3.8, 5.7, (8,), "calls the core directly"),
     Part("AsyncMPClient", "engine/core_client.py", "talks to you", 8.2, 5.7, (11, 13), "messages to another process"),
-    Part("EngineCore", "engine/engine_core.py", "decides", 3.8, 4.2, (8,), "schedule, execute, update"),
+    Part("EngineCore", "engine/engine_core.py", "decides", 3.8, 4.2, (8, 14), "schedule, execute, update"),
     Part("EngineCoreProc", "engine/engine_core_proc.py", "decides", 8.2, 4.2, (11, 13), "runs a core in its own process"),
-    Part("Scheduler", "core/scheduler.py", "decides", 6.0, 2.8, (7, 9, 10), "who computes in this step?"),
+    Part("Scheduler", "core/scheduler.py", "decides", 6.0, 2.8, (7, 9, 10, 14), "who computes in this step?"),
     Part("BlockSpaceManager", "core/block_space_manager.py", "decides", 10.4, 2.8, (4, 10), "which blocks hold whose tokens?"),
     Part("Executor", "executor/uniproc.py", "computes", 1.6, 1.1, (8, 12), "hands the step to a device"),
     Part("Worker", "worker/worker.py", "computes", 6.0, 1.1, (8,), "owns the device"),
     Part("CacheEngine", "worker/cache_engine.py", "computes", 10.4, 1.1, (3, 4), "the tensors of the KV cache"),
     Part("ModelRunner", "worker/model_runner.py", "computes", 6.0, -0.3, (8,), "lays out the ragged batch"),
-    Part("Llama", "models/llama.py", "computes", 1.6, -0.3, (2,), "layers, weights, logits"),
+    Part("Llama", "models/llama.py", "computes", 1.6, -0.3, (2, 14), "layers, weights, logits"),
     Part("Sampler", "worker/sampler.py", "computes", 10.4, -0.3, (1,), "logits → next token"),
     Part("Attention", "layers/attention.py", "computes", 1.6, -1.7, (6,), "reads K and V through block tables"),
-    Part("Kernels", "kernels/reference.py", "computes", 6.0, -1.7, (5, 6), "tensors in, tensors out"),
+    Part("Kernels", "kernels/reference.py", "computes", 6.0, -1.7, (5, 6, 14), "tensors in, tensors out"),
 )
 
 OTHER_FILES = {
     (12, "Executor"): "executor/multiproc.py",
     (13, "AsyncMPClient"): "data_parallel/client.py",
     (13, "EngineCoreProc"): "data_parallel/engine_core_proc.py",
+    (14, "Llama"): "models/compiled_llama.py",
+    (14, "Kernels"): "kernels/cpu/linear_int8.py",
 }
 """The file of a part in a lesson that builds another form of it."""
 

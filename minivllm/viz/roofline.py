@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from matplotlib.transforms import Bbox
 
 from minivllm.errors import ConfigError
@@ -94,6 +95,8 @@ def draw_roofline(points: Sequence[RooflinePoint], peak_flops: float, bandwidth:
     axes.set_ylabel("speed (GFLOP/s)")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1e9:,g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_formatter(NullFormatter())
     axes.grid(color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
