@@ -57,7 +57,13 @@ def solve_twice(steps: Steps, limit: float = 1.5) -> list[float]:
 
 
 def _compare(said: str, right: list[float], got: Any, look: str, others: dict[str, list[float]]) -> None:
-    expect(said, "what comes back", "CostModel", type(got).__name__, "what the function returns: a `CostModel`, with the four prices by name")
+    expect(
+        said,
+        "what comes back",
+        "CostModel",
+        type(got).__name__,
+        "what the function returns: a `CostModel`, with the four prices by name",
+    )
     for i, name in enumerate(NAMES):
         shown = f"{name} (µs)"
         mistakes = {words: 1e6 * wrong[i] for words, wrong in others.items()}
@@ -72,7 +78,9 @@ def check_fit(fit: Any) -> None:
         costs = random_costs(rng)
         steps = random_steps(rng, costs, 60, 0.0)
         right = [getattr(costs, name) for name in NAMES]
-        look = "the columns of the matrix: 1 for each step, prefill_tokens, decode_seqs, context_tokens, in the order of the prices"
+        look = (
+            "the columns of the matrix: 1 for each step, prefill_tokens, decode_seqs, context_tokens, in the order of the prices"
+        )
         _compare("60 steps without any noise.", right, fit(steps), look, {"in milliseconds": [1e3 * price for price in right]})
     for rng in rounds("noise", 6):
         steps = random_steps(rng, random_costs(rng), 80, 0.15)
@@ -82,7 +90,9 @@ def check_fit(fit: Any) -> None:
             "the fit with the least errors in seconds, in which long steps count for more": solve(steps, 0.0),
             "a fit in which each step was divided by the root of its seconds": solve(steps, 0.5),
             "a fit in which each step was divided by its seconds twice": solve(steps, 2.0),
-            "a fit in which only the matrix was divided": np.linalg.lstsq(half, np.array([time for _, time in steps]), rcond=None)[0].tolist(),
+            "a fit in which only the matrix was divided": np.linalg.lstsq(
+                half, np.array([time for _, time in steps]), rcond=None
+            )[0].tolist(),
         }
         _compare("80 steps, each up to 15 % off.", solve(steps), fit(steps), look, others)
 
@@ -105,8 +115,12 @@ def check_interrupted(fit_costs: Any) -> None:
         median = float(np.median([time for _, time in steps]))
         others = {
             "the first fit, with the interrupted steps in it": solve(steps),
-            "a fit without the long steps, interrupted or not": solve([(work, time) for work, time in steps if time < 1.5 * median]),
-            "a fit that leaves out quick steps, too": solve([(work, time) for work, time in steps if 1 / 1.5 < time / first(work) < 1.5]),
+            "a fit without the long steps, interrupted or not": solve(
+                [(work, time) for work, time in steps if time < 1.5 * median]
+            ),
+            "a fit that leaves out quick steps, too": solve(
+                [(work, time) for work, time in steps if 1 / 1.5 < time / first(work) < 1.5]
+            ),
         }
         if others["the first fit, with the interrupted steps in it"] != right:
             _compare(said, right, fit_costs(steps), look, others)

@@ -47,7 +47,11 @@ def check_loads(loads: Any, load_at: Any) -> None:
         expected, got = count_loads(trace, window), [tuple(load) for load in loads(trace, window)]
         _expect_length(said, len(expected), len(got), trace, window)
         for i, (right, mine) in enumerate(zip(expected, got, strict=True)):
-            require(3, len(mine), f"{said}\nExpected in a window: 3 numbers\nGot in a window: {len(mine)}\nLook at what `loads` puts into its list.")
+            require(
+                3,
+                len(mine),
+                f"{said}\nExpected in a window: 3 numbers\nGot in a window: {len(mine)}\nLook at what `loads` puts into its list.",
+            )
             for column, name in enumerate(_COLUMNS):
                 mistakes = {
                     "the number in the window, not the number a second": right[column] * window,
@@ -58,7 +62,11 @@ def check_loads(loads: Any, load_at: Any) -> None:
                 expect_number(said, f"{name} a second in window {i}", right[column], mine[column], look, mistakes)
         percent = rng.choice((25, 50, 90, 99, 100))
         mine = load_at(trace, window, percent)
-        require(3, len(mine), f"{said}\nExpected from load_at: 3 numbers\nGot from load_at: {len(mine)}\nLook at what `load_at` returns.")
+        require(
+            3,
+            len(mine),
+            f"{said}\nExpected from load_at: 3 numbers\nGot from load_at: {len(mine)}\nLook at what `load_at` returns.",
+        )
         for column, name in enumerate(_COLUMNS):
             _expect_percentile(said, name, [load[column] for load in expected], percent, mine[column])
 
@@ -87,4 +95,11 @@ def _expect_percentile(said: str, name: str, values: list[float], percent: float
     }
     right = nearest_rank(values, percent)
     look = "`load_at`: nearest rank, for each of the three by itself: in order, the value at place ceil(percent · n / 100), counted from 1"
-    expect_number(said, f"{name} a second, percentile {percent}", right, got, look, {said: wrong for said, wrong in mistakes.items() if wrong != right})
+    expect_number(
+        said,
+        f"{name} a second, percentile {percent}",
+        right,
+        got,
+        look,
+        {said: wrong for said, wrong in mistakes.items() if wrong != right},
+    )

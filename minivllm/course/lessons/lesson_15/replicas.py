@@ -9,7 +9,7 @@ from typing import Any
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.course.lessons.fleets import Machine, Sample
 from minivllm.course.lessons.lesson_15.fitting import random_costs
-from minivllm.course.observations import expect, expect_number, require, rounds
+from minivllm.course.observations import expect, expect_number, fail, require, rounds
 
 
 def random_sample(rng: random.Random, count: int) -> Sample:
@@ -44,11 +44,19 @@ def check_bound(busy_seconds: Any, bound: Any) -> None:
             "without the context that is read for each token": work_of(request, machine, seats, "fps"),
             "without the fixed part of its steps": work_of(request, machine, seats, "psc"),
             "with the whole fixed part of each step, which all seats share": alone if seats > 1 else math.nan,
-            "with the context as long as the prompt all the time": work_of(request, machine, seats, "fps") + machine.costs.per_context_token * output * prompt,
+            "with the context as long as the prompt all the time": work_of(request, machine, seats, "fps")
+            + machine.costs.per_context_token * output * prompt,
         }
         look = "`busy_seconds`: the prompt once; then for each output token a seat's share of the fixed part, one sequence, and the context, which is the prompt and the tokens before it"
         right = work_of(request, machine, seats)
-        expect_number(said, "milliseconds", 1e3 * right, 1e3 * busy_seconds(request, machine, seats), look, {words: 1e3 * wrong for words, wrong in mistakes.items() if wrong != right})
+        expect_number(
+            said,
+            "milliseconds",
+            1e3 * right,
+            1e3 * busy_seconds(request, machine, seats),
+            look,
+            {words: 1e3 * wrong for words, wrong in mistakes.items() if wrong != right},
+        )
     for rng in rounds("bound", 20):
         machine, seats, most_busy = Machine("A", 2.0, random_costs(rng)), rng.choice((8, 64)), rng.choice((0.5, 0.7, 0.8))
         sample = random_sample(rng, rng.randint(2, 60))
@@ -60,9 +68,13 @@ def check_bound(busy_seconds: Any, bound: Any) -> None:
         said = f"{len(works)} requests in {sample.seconds:.1f} s bring {sum(works):.2f} s of work; a replica shall be busy {most_busy:.0%} of the time at most."
         look = "`bound`: the work that arrives in a second, over the share of it that one replica may spend, rounded up"
         known = {
-            "the number for replicas that are always busy: with no time to spare, every burst leaves a queue that never ends": math.ceil(sum(works) / sample.seconds),
+            "the number for replicas that are always busy: with no time to spare, every burst leaves a queue that never ends": math.ceil(
+                sum(works) / sample.seconds
+            ),
             "rounded down, and what is left over has no machine": math.floor(needed),
-            "the number for requests that come from 0 s on: time begins with the first arrival": math.ceil(sum(works) / sample.requests[-1].arrival_time / most_busy),
+            "the number for requests that come from 0 s on: time begins with the first arrival": math.ceil(
+                sum(works) / sample.requests[-1].arrival_time / most_busy
+            ),
         }
         named = next((f"{look}. {got} is {words}" for words, number in known.items() if number == got != right), look)
         expect(said, "replicas", right, got, named)
@@ -82,7 +94,9 @@ def check_fewest(fewest: Any) -> None:
             )  # fmt: skip
             asked.append(number)
             if len(asked) > 3000:
-                raise AssertionError(f"At most {most} replicas.\nExpected: an answer\nGot: 3000 simulations\nLook at the loop of `fewest`: it does not end.")
+                fail(
+                    f"At most {most} replicas.\nExpected: an answer\nGot: 3000 simulations\nLook at the loop of `fewest`: it does not end."
+                )
             return number >= right
 
         said = f"From {right} replicas on it is enough; at most {most} are to be had."
@@ -117,9 +131,18 @@ def check_spares(with_spares: Any) -> None:
         goal = rng.choice((0.9, 0.99, 0.999, 0.99999))
         right, got = smallest_total(needed, availability, goal), with_spares(needed, availability, goal)
         said = f"{needed} needed, each up {availability:.1%} of the time, together in {goal:.3%} of the time."
-        exact = next((total for total in range(needed, needed + 400) if math.comb(total, needed) * availability**needed * (1 - availability) ** (total - needed) >= goal), None)
+        exact = next(
+            (
+                total
+                for total in range(needed, needed + 400)
+                if math.comb(total, needed) * availability**needed * (1 - availability) ** (total - needed) >= goal
+            ),
+            None,
+        )
         known = {
-            "the number of which so many are up on average: half of the time there are fewer": math.ceil(needed / availability - 1e-9),
+            "the number of which so many are up on average: half of the time there are fewer": math.ceil(
+                needed / availability - 1e-9
+            ),
             "one spare, whatever is promised": needed + 1,
             "no spare at all": needed,
             "the number for which exactly so many are up: more than enough is enough, too": exact,

@@ -20,7 +20,15 @@ def random_logs(rng: random.Random, num_replicas: int, failed: int = 0) -> Logs:
     for replica in range(num_replicas):
         slow = 5.0 if replica == 0 else 1.0
         count = rng.randint(5, 20) if replica == 0 else rng.randint(30, 90)
-        logs.append([(round(slow * rng.expovariate(4), 4), [round(rng.uniform(0.01, 0.05) * slow, 4) for _ in range(rng.randint(1, 9))]) for _ in range(count)])
+        logs.append(
+            [
+                (
+                    round(slow * rng.expovariate(4), 4),
+                    [round(rng.uniform(0.01, 0.05) * slow, 4) for _ in range(rng.randint(1, 9))],
+                )
+                for _ in range(count)
+            ]
+        )
     for _ in range(failed):
         log = rng.choice(logs[1:])
         log[rng.randrange(len(log))] = None, []
@@ -40,11 +48,20 @@ def check_tail(tail: Any, meets: Any) -> None:
             f"the mean of the replicas' p{percent}: no user's wait": sum(each) / len(each),
             f"the p{percent} of the worst replica alone": max(each),
             f"the median of the replicas' p{percent}": sorted(each)[len(each) // 2],
-            f"the p{percent} of the replicas' means": nearest_rank([sum(group) / len(group) for group in groups if group], percent),
+            f"the p{percent} of the replicas' means": nearest_rank(
+                [sum(group) / len(group) for group in groups if group], percent
+            ),
             "the longest wait": max(everyone),
         }
         look = "`tail`: put the waits of all replicas into one list first; then the nearest rank, as in `load_at`"
-        expect_number(said, f"p{percent} (s)", right, tail(groups, percent), look, {words: wrong for words, wrong in mistakes.items() if wrong != right})
+        expect_number(
+            said,
+            f"p{percent} (s)",
+            right,
+            tail(groups, percent),
+            look,
+            {words: wrong for words, wrong in mistakes.items() if wrong != right},
+        )
     for rng in rounds("meets", 40):
         _check_meets(meets, rng)
 
@@ -56,7 +73,9 @@ def _check_meets(meets: Any, rng: random.Random) -> None:
     ttft = nearest_rank([math.inf if first is None else first for first, _ in requests], 99)
     itl = nearest_rank([gap for _, gaps in requests for gap in gaps], 99)
     goals = FleetGoals(
-        ttft=(5.0 if math.isinf(ttft) else ttft) * rng.choice((0.9, 1.0, 1.1)), itl=itl * rng.choice((0.8, 1.0, 1.1)), availability=0.999
+        ttft=(5.0 if math.isinf(ttft) else ttft) * rng.choice((0.9, 1.0, 1.1)),
+        itl=itl * rng.choice((0.8, 1.0, 1.1)),
+        availability=0.999,
     )
     said = (
         f"The p99 of all times to first token is {ttft:.4g} s, with {failed} of {len(requests)} requests without an answer; the p99 of all "
@@ -69,5 +88,9 @@ def _check_meets(meets: Any, rng: random.Random) -> None:
         look = "requests that never got a token: leaving them out makes a broken fleet look fast, so they count as `math.inf`"
     elif itl > goals.itl and got:
         look = "the inter-token latencies: the p99 of all of them, not of each request's mean"
-    require(True, isinstance(got, bool), f"{said}\nExpected from meets: True or False\nGot from meets: {got!r}\nLook at what `meets` returns.")
+    require(
+        True,
+        isinstance(got, bool),
+        f"{said}\nExpected from meets: True or False\nGot from meets: {got!r}\nLook at what `meets` returns.",
+    )
     expect(said, "goals met", right, got, look)
