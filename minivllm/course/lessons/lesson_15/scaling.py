@@ -25,12 +25,12 @@ def check_recommend(recommend: Any) -> None:
         got = recommend(rate, current, capacity)
         said = f"{rate:g} requests a second; a replica answers {capacity:g} at most and shall be busy to {TARGET:.0%}; there are {current}."
         known = {
+            "no replica: then nobody answers the next request, and it takes minutes to start one": 0,
             "what replicas that are always busy would take: plan for the target": max(1, math.ceil(rate / capacity)),
             "rounded down: what is left over has no replica": math.floor(need),
             "the exact need: a fleet that is off by a tenth at most is left as it is, whether too large or too small": max(
                 1, math.ceil(need)
             ),
-            "no replica: then nobody answers the next request, and it takes minutes to start one": 0,
         }
         look = "`recommend`: the need is rate / (capacity · target); within a tenth of `current` it stays at `current`; otherwise the need, rounded up, and 1 at least"
         named = next((f"{look}. {got} is {words}" for words, number in known.items() if number == got != right), look)
