@@ -29,7 +29,7 @@ def draw_loads(traces: Mapping[str, Sequence[float]], window: float, y_label: st
         axes.bar(times, values, width=window / 60, align="edge", color=REQUEST_COLORS[4], linewidth=0)
         mean, busy = sum(values) / len(values), sorted(values)[-(-99 * len(values) // 100) - 1]
         for height, label, style in ((mean, "mean", "-"), (busy, "p99 of the windows", "--")):
-            axes.axhline(height, color=INK, linewidth=1.2, linestyle=style, label=f"{label}: {height:,.3g}")
+            axes.axhline(height, color=INK, linewidth=1.2, linestyle=style, label=f"{label}: {height:,.0f}")
         axes.set_title(name, loc="left", fontsize=10)
         axes.set_xlim(0, len(values) * window / 60)
         tidy(axes, "minutes", y_label)
