@@ -16,6 +16,7 @@ from minivllm.course.lessons.lesson_15.days import LATE, STARTUP, TICK, day_rate
 from minivllm.course.lessons.lesson_15.fleet import make_sample, number_up
 from minivllm.course.lessons.lesson_15.replicas import probability, smallest_total
 from minivllm.executor.simulated import CostModel
+from minivllm.viz.engine_map import PARTS, USED, draw_engine_map
 
 
 class TestChecks(LessonChecks):
@@ -31,7 +32,7 @@ MACHINE = Machine("A", 2.0, CostModel(0.01, per_prefill_token=4e-5, per_decode_s
 def test_a_fleet_is_simulated_once_and_its_price_is_that_of_all_machines():
     sample, plan = make_sample(random.Random(0), "a minute", 30, 100, 8, count=20), Plan(MACHINE, 8, 3)
     first = run_fleet(plan, sample)
-    assert first.completed == 20 and first.num_replicas == 3
+    assert first.completed == len(sample.requests) and first.num_replicas == 3
     assert run_fleet(plan, sample) is first and run_fleet(Plan(MACHINE, 8, 2), sample) is not first
     assert plan.price == 6.0 and str(plan) == "3 machines of kind A, 8 seats each: 6.00 an hour"
 
@@ -92,3 +93,12 @@ def test_a_burst_lasts_half_an_hour():
     quiet, burst = (day_rates(random.Random(3), 100.0, factor) for factor in (1.0, 1.5))
     raised = [b / a for a, b in zip(quiet, burst, strict=True) if b > a]
     assert len(raised) * TICK == pytest.approx(1800, abs=2 * TICK) and max(raised) == pytest.approx(1.5)
+
+
+def test_the_parts_that_the_lesson_uses_are_lit_on_the_map():
+    bold = {
+        text.get_text()
+        for text in draw_engine_map(lesson=15).axes[0].texts
+        if text.get_color() in {"#009E73", "#E69F00", "#0072B2"}
+    }
+    assert bold & {part.name for part in PARTS} == set(USED[15])
