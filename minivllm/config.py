@@ -268,7 +268,7 @@ class EngineArgs:
     )
     ray_placement_strategy: str = _arg(
         "PACK",
-        'How Ray places the workers: "PACK", on as few nodes as can be, "SPREAD", on as many, "STRICT_PACK", on one, or "STRICT_SPREAD", '
+        'How Ray places the workers: "PACK", on as few nodes as possible, "SPREAD", on as many as possible, "STRICT_PACK", on one, or "STRICT_SPREAD", '
         "each on another.",
     )
     data_parallel_size: int = _arg(

@@ -86,6 +86,8 @@ def _as_json(schema: dict[str, Any]) -> str:
         return json.dumps(schema)
     except (TypeError, ValueError) as error:
         raise RequestError(f"structured_outputs has a schema that is not JSON: {error}.") from None
+    except RecursionError:
+        raise RequestError("structured_outputs has a schema that is nested too deeply.") from None
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,11 @@ class SamplingParams:
 
     Args:
         n: How many continuations of the prompt to return. They share the prompt's KV-cache blocks.
-        temperature: Divides the logits. 0 is greedy: always the most likely token.
+        temperature: Divides the logits. 0 is greedy: always the most likely token. At most 1e6.
         top_p: Keep the smallest set of most likely tokens whose probabilities reach `top_p`. In (0, 1]; 1 keeps all.
         top_k: Keep the `top_k` most likely tokens. 0 or -1 keeps all.
         min_p: Keep tokens at least `min_p` times as likely as the most likely one. In [0, 1]; 0 keeps all.
-        repetition_penalty: Above 1, makes tokens in the prompt or the output less likely (CTRL paper).
+        repetition_penalty: Above 1, makes tokens in the prompt or the output less likely (CTRL paper). From 1e-6 to 1e6.
         presence_penalty: Subtracted from the logit of each token in the output. In [-2, 2].
         frequency_penalty: Subtracted once for each occurrence of the token in the output. In [-2, 2].
         seed: Makes the request reproducible: alone or in any batch, it draws the same random numbers.

@@ -106,6 +106,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     warm_processes.use(nursery)
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Note for tools/rerun_failed.py whether all tests ran: 1 if so and some failed."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and hasattr(session.config, "cache"):
+        session.config.cache.set("minivllm/exit_status", int(exitstatus))
+
+
 @pytest.fixture(scope="session")
 def smollm2_path():
     """The folder of the default model."""

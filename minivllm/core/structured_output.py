@@ -360,6 +360,8 @@ def with_ascii_classes(regex: str) -> str:
 
 def _explain(error: str) -> str:
     """llguidance's error, with the unsupported keywords of a JSON schema by name."""
+    if error.startswith("oneOf"):  # it advises an option of its own
+        return 'JSON schemas with "oneOf" are not supported if its alternatives may overlap: use "anyOf"'
     unsupported = re.search(r"Unimplemented keys: \[(.*?)\]", error)
     return f"JSON schemas with {unsupported[1]} are not supported" if unsupported else _as_line(error)
 

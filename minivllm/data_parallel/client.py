@@ -64,6 +64,7 @@ class DPLBAsyncMPClient(MPClient):
         self.client_index, self.client_count = place.client_index, place.client_count
         self._local_ranks = config.parallel_config.local_ranks
         self._is_scalable = config.parallel_config.is_on_one_machine
+        self.has_replicas = config.parallel_config.has_replicas
         self._on_cluster = config.parallel_config.data_parallel_backend == "ray"
         self.lock = threading.RLock()
         self._on_message: Callable[[], OnMessage | None] = lambda: None
@@ -229,8 +230,10 @@ class DPLBAsyncMPClient(MPClient):
         if isinstance(message, ReplicaDied):
             return self._take_death(message)
         if isinstance(message, Loads):
-            if message.size != self.num_engines and self._launcher is not None:
-                self._launcher.scale(message.size)
+            if message.size != self.num_engines:
+                self.has_replicas = True
+                if self._launcher is not None:
+                    self._launcher.scale(message.size)
             with self.lock:
                 self.group.table.update_loads(message.loads)
                 return self.group.resize(message.size) if message.size != self.num_engines else []

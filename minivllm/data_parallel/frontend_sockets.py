@@ -50,10 +50,16 @@ class FrontendSockets:
         """
         options = {"SNDHWM": 0, "ROUTER_MANDATORY": 1, "ROUTER_HANDOVER": 1}
         try:
-            self._requests, input_address = self._sockets.bind(zmq.ROUTER, self._place.address("requests"), **options)
+            input_address = self._place.address("requests")
+            self._requests, input_address = self._sockets.bind(zmq.ROUTER, input_address, **options)
         except zmq.ZMQError as error:
             host = parallel.data_parallel_address
-            raise ConfigError(f"data_parallel_address is {host}, where this machine cannot listen ({error.strerror}).") from None
+            where = (
+                f"data_parallel_address is {host}"
+                if parallel.data_parallel_backend == "mp"
+                else f"Ray says that this node is at {input_address}"
+            )
+            raise ConfigError(f"{where}, where this machine cannot listen ({error.strerror}).") from None
         self._outputs, output_address = self._sockets.bind(zmq.PULL, self._place.address("outputs"), RCVHWM=0)
         self._refusals = [RefusalLog(socket) for socket in (self._requests, self._outputs)] if self._place.key else []
         hello = HelloFrontend(self._place.client_index, input_address, output_address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 import sys
@@ -93,6 +94,8 @@ class ReplicaLauncher:
         self._cluster = RayReplicas(config) if parallel.data_parallel_backend == "ray" else None
         if self._cluster is not None:
             key, listen_address = make_key(), tcp_address(self._cluster.ip, 0)
+            own = dataclasses.replace(parallel, ray_address=None)  # elsewhere it may be another: replicas are told by Ray
+            self._config = dataclasses.replace(config, parallel_config=own)
         elif not parallel.is_on_one_machine:
             check_may_listen(parallel.data_parallel_address, key)
             handshake_address = tcp_address(parallel.data_parallel_address, parallel.data_parallel_rpc_port)

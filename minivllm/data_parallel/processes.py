@@ -131,7 +131,7 @@ class LocalReplicas:
             return
         # By default no two replicas need the same processor.
         num_threads = self._num_threads or max(1, torch.get_num_threads() // max(1, len(self._places)))
-        gpus = divide_gpus(list(self._places), self._parallel.world_size, visible_gpus()) if self._has_gpus else {}
+        gpus = divide_gpus(sorted(self._places), self._parallel.world_size, visible_gpus()) if self._has_gpus else {}
         place.process = ReplicaProcess(setup, num_threads, gpus.get(rank))
 
     @property
@@ -224,6 +224,8 @@ class LocalReplicas:
 
     def scale(self, size: int) -> None:
         """Have the ranks below `size`: start those that are missing, and let others finish what they have, and end. Those begin with rank 0."""
+        if self._is_ending:
+            return
         now = time.monotonic()
         self._max_size = max(self._max_size, size)
         for rank in range(size):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -57,14 +58,10 @@ class RayReplicas:
         self.ray = ray_cluster.import_ray()
         ray_cluster.connect(parallel.ray_address)
         self.ip, self.num_replicas = ray_cluster.own_address(), parallel.data_parallel_size
-        # Workers on the cluster reserve places of their own, and the replica's process has little to do.
-        count = 0 if parallel.distributed_executor_backend == "ray" else parallel.world_size
-        needed = ray_cluster.resources_of_worker(config.worker_config.device)
-        self._resources = {name: count * amount for name, amount in needed.items()}
+        self._resources = ray_cluster.resources_of_replica(parallel, config.worker_config.device)
         self.patience = max(HOPELESS * parallel.replica_timeout, START_SECONDS)
         self._lost_nodes: dict[str, float] = {}
         """Nodes of which replicas were lost, and when: Ray may take half a minute to notice, and would place others there."""
-        self._threads = concurrent.futures.ThreadPoolExecutor(1, "minivllm looks for room")
 
     def start(self, setup: ReplicaSetup, num_threads: int | None) -> RayReplica:
         """Ask for a place for a replica. It starts as soon as there is one. Ray divides the GPUs."""
@@ -90,9 +87,22 @@ class RayReplicas:
         self._lost_nodes[node_id] = time.monotonic()
 
     def look_for_room(self) -> concurrent.futures.Future[bool]:
-        """Whether all nodes together have what all replicas need. Ray does not tell whether an actor that has not begun has its place."""
+        """Whether all nodes together have what all replicas need. Ray does not tell whether an actor that has not begun has its place.
+
+        True also if Ray does not answer. A program that ends does not wait for the answer.
+        """
         wanted = {name: self.num_replicas * amount for name, amount in self._resources.items()}
-        return self._threads.submit(ray_cluster.are_there, wanted)
+        answer: concurrent.futures.Future[bool] = concurrent.futures.Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(ray_cluster.are_there(wanted))
+            except Exception as error:
+                logger.debug("Ray does not say what the cluster has: %s", error)
+                answer.set_result(True)
+
+        threading.Thread(target=ask, name="minivllm looks for room", daemon=True).start()
+        return answer
 
     @property
     def needs(self) -> str:
@@ -121,13 +131,18 @@ class RayReplica:
         self._has_told_of_silence = False
         self._room: concurrent.futures.Future[bool] | None = None
         self._next_notice = self._since + NOTICE_SECONDS
+        self._actor: Any = None
         self._find_place()
 
     def _find_place(self) -> None:
         self._place: ActorPlace | None = None
         self._unavailable_since: float | None = None
-        self._actor, self._heard = self._cluster.make_actor(), time.monotonic()
-        self._ask(self._actor.introduce.remote)
+        self._heard = time.monotonic()
+        try:
+            self._actor = self._cluster.make_actor()
+            self._ask(self._actor.introduce.remote)
+        except Exception as error:  # the head node does not answer
+            self._note_end(f"could not be started: {_last_line(error)}", _FAILED)
 
     def poll(self) -> str | None:
         """How it ended, in words that follow "its process"; None while it runs, or waits for its place."""
@@ -262,7 +277,7 @@ class RayReplica:
     def _kill_actor(self) -> None:
         """End the actor's process, and with it the replica's."""
         with contextlib.suppress(Exception):  # the program ends, and Ray has ended before
-            if self._ray.is_initialized():
+            if self._actor is not None and self._ray.is_initialized():
                 self._ray.kill(self._actor)
 
 

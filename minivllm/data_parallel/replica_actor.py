@@ -96,9 +96,13 @@ class ReplicaActor:
             patience: Seconds without a sign of life after which it is killed.
             clock: The API servers'.
 
+        Asked again, because the answer was lost, it starts no other one.
+
         Raises:
             OSError: The system refuses.
         """
+        if self._process is not None:
+            return self._look()
         offset = Clock.now().offset_to(clock)
         import msgspec
 

@@ -9,7 +9,9 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
+import sysconfig
 import threading
 import time
 from collections import Counter
@@ -23,14 +25,19 @@ import psutil
 
 from minivllm import OPENMP_SPINS
 from minivllm.errors import ConfigError
+from minivllm.parallel_config import ParallelConfig
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
+logger = logging.getLogger(__name__)
+
 COPIED_VARIABLES = ("MINIVLLM_", "HF_", "NCCL_", "GLOO_", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "NUMBA_CPU_NAME")
-"""Environment variables that begin like this are those of the driver in all actors, unless they are secrets."""
-SECRETS = ("MINIVLLM_API_KEY", "HF_TOKEN")
-"""No actor needs them, and Ray shows to whoever asks what environment an actor was given."""
+"""Environment variables that begin like this are those of the driver in all actors, but for these:"""
+NOT_COPIED = ("MINIVLLM_API_KEY", "HF_TOKEN", "GLOO_SOCKET_IFNAME")
+"""Secrets, which no actor needs, and Ray shows to whoever asks what environment an actor was given; and what differs from machine to machine."""
+CONNECT_SECONDS = 10.0
+"""How long to wait for the head node to answer."""
 SECONDS_FOR_PLACES = 60.0
 """How long to wait for places that the cluster has, but others use."""
 
@@ -76,12 +83,25 @@ def connect(address: str | None = None) -> None:
     wanted = address or os.environ.get("RAY_ADDRESS")
     with _own_signal_handlers():
         try:
+            _check_listens(wanted or "")
             ray.init(address=wanted or "auto", **quiet)
-        except ConnectionError as error:
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().split("\n")[0].rstrip(".")
+            if isinstance(error, RuntimeError):  # such as another version of Ray or Python
+                raise ConfigError(f"Ray refuses to connect to {wanted or 'the cluster of this machine'}: {reason}.") from None
             if wanted:
-                reason = str(error).split("\n")[0].rstrip(".")
                 raise ConfigError(f"There is no Ray cluster at {wanted} ({reason}): `ray start --head` starts one.") from None
+            if not isinstance(error, ConnectionError):
+                raise ConfigError(f"The Ray cluster of this machine cannot be reached: {reason}.") from None
+            logger.info("There is no Ray cluster on this machine, and none is named: one is started, of this machine alone.")
             ray.init(include_dashboard=False, **quiet)
+
+
+def _check_listens(address: str) -> None:
+    """Raise an OSError if nobody listens at "host:port": Ray would try for many minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
 
 
 @contextlib.contextmanager
@@ -104,8 +124,11 @@ def own_address() -> str:
 def environment_of_actors(num_threads: int | None = None) -> dict[str, str]:
     """Environment variables for an actor, as `runtime_env={"env_vars": …}`: some of this process, its folders of modules, and the number of
     threads to compute with."""
-    environment = {name: value for name, value in os.environ.items() if name.startswith(COPIED_VARIABLES) and name not in SECRETS}
-    own = [str(Path(path).resolve()) for path in sys.path if not path.startswith((sys.prefix, sys.base_prefix))]
+    environment = {
+        name: value for name, value in os.environ.items() if name.startswith(COPIED_VARIABLES) and name not in NOT_COPIED
+    }
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    own = [str(path) for path in map(Path.resolve, map(Path, sys.path)) if not any(map(path.is_relative_to, installed))]
     environment["PYTHONPATH"] = os.pathsep.join([*own, "${PYTHONPATH}"])  # Ray puts in what it is on the node
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
         environment["GOMP_SPINCOUNT"] = OPENMP_SPINS
@@ -121,6 +144,12 @@ def resources_of_worker(device: str) -> dict[str, float]:
     return {"GPU": 1.0, "CPU": 1.0} if on_gpu else {"CPU": 1.0}
 
 
+def resources_of_replica(parallel_config: ParallelConfig, device: str) -> dict[str, float]:
+    """What a replica takes of its node for its workers: nothing if these are actors, which have places of their own."""
+    count = 0 if parallel_config.distributed_executor_backend == "ray" else parallel_config.world_size
+    return {name: count * amount for name, amount in resources_of_worker(device).items()}
+
+
 def reserve(bundles: Sequence[dict[str, float]], strategy: str) -> tuple[PlacementGroup, list[Place]]:
     """A placement group with these bundles, and where they are: this process's node first, then the nodes with most bundles.
 
@@ -130,24 +159,30 @@ def reserve(bundles: Sequence[dict[str, float]], strategy: str) -> tuple[Placeme
     ray = import_ray()
     group = ray.util.placement_group(list(bundles), strategy=strategy)
     deadline = time.monotonic() + SECONDS_FOR_PLACES
-    while not group.wait(0.2):
-        wanted, has, nodes = _total(bundles), ray.cluster_resources(), _nodes()
-        is_hopeless = any(has.get(name, 0) < amount for name, amount in wanted.items())
-        if is_hopeless or (strategy == "STRICT_SPREAD" and len(bundles) > len(nodes)) or time.monotonic() > deadline:
-            free = ray.available_resources()
-            ray.util.remove_placement_group(group)
-            raise ConfigError(
-                f"The Ray cluster cannot place {len(bundles)} workers ({strategy}), which need {_describe(wanted, wanted)}: it has "
-                f"{_describe(has, wanted)} on {_count(len(nodes), 'node')}, of which {_describe(free, wanted)} are free. Add nodes, or use fewer workers."
-            )
-    return group, find_places(group)
+    try:
+        while not group.wait(0.2):
+            wanted, has, nodes = _total(bundles), ray.cluster_resources(), _nodes()
+            is_hopeless = any(has.get(name, 0) < amount for name, amount in wanted.items())
+            if is_hopeless or (strategy == "STRICT_SPREAD" and len(bundles) > len(nodes)) or time.monotonic() > deadline:
+                free = ray.available_resources()
+                raise ConfigError(
+                    f"The Ray cluster cannot place {len(bundles)} workers ({strategy}), which need {_describe(wanted, wanted)}: it has "
+                    f"{_describe(has, wanted)} on {_count(len(nodes), 'node')}, of which {_describe(free, wanted)} are free. "
+                    "Add nodes, or use fewer workers."
+                )
+        return group, find_places(group)
+    except BaseException:  # Ctrl-C, too
+        ray.util.remove_placement_group(group)
+        raise
 
 
 def find_places(group: PlacementGroup) -> list[Place]:
-    """The bundles of a placement group that is ready, in the order of ranks: as for `reserve`."""
+    """The bundles of a placement group that is ready, in the order of ranks: as for `reserve`. Raises a ConfigError if a node has just been lost."""
     ray = import_ray()
     nodes, here = _nodes(), ray.get_runtime_context().get_node_id()
     table = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    if not nodes.keys() >= set(table.values()):
+        raise ConfigError("A node of the Ray cluster was lost while workers were placed: try again.")
     places = [Place(bundle, node_id, nodes[node_id]) for bundle, node_id in table.items()]
     sizes = Counter(place.node_id for place in places)
     return sorted(places, key=lambda place: (place.node_id != here, -sizes[place.node_id], place.ip, place.node_id, place.bundle))

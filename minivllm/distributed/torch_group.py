@@ -199,9 +199,10 @@ def join_groups(
 def _join_torch_groups(
     stage: Stage, ranks: tuple[int, ...], device: torch.device, rank: int, tp_size: int, meeting: Meeting, backend: str
 ) -> tuple[GroupCoordinator, PipelineGroup]:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface or ("lo0" if sys.platform == "darwin" else "lo"))
+    if meeting.is_local or meeting.interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface or ("lo0" if sys.platform == "darwin" else "lo"))
     world_size = tp_size * stage.world_size
-    dist.init_process_group(backend, init_method=f"tcp://{meeting.address}", rank=rank, world_size=world_size)
+    dist.init_process_group(backend, f"tcp://{meeting.address}", timeout=TIMEOUT, rank=rank, world_size=world_size)
     if stage.world_size == 1:
         return TorchGroup(rank, world_size, backend), SingleStage()
     # Each rank takes part in making all groups, in the same order.

@@ -72,11 +72,13 @@ class EngineCoreClient(ABC):
     Attributes:
         num_gpu_blocks: Blocks of the core's KV cache on the device.
         num_engines: How many replicas there are to be.
+        has_replicas: Whether there may be several: they can be restarted one by one.
         client_index, client_count: Which of the frontends that use them this is, and how many there are.
     """
 
     num_gpu_blocks: int
     num_engines: int = 1
+    has_replicas = False
     client_index, client_count = 0, 1
 
     @abstractmethod

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from typing import Any, get_type_hints
 
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from minivllm.config import EngineArgs
-from minivllm.distributed.ray_cluster import environment_of_actors, import_ray
+from minivllm.distributed.ray_cluster import connect, environment_of_actors, import_ray, resources_of_replica
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.entrypoints.cli.serve import limit_steps
 from minivllm.entrypoints.server.api_server import make_app
@@ -76,12 +77,18 @@ def app(args: dict[str, Any]) -> Any:
         raise ConfigError(f"Ray Serve is not installed here ({error}): `pip install 'minivllm[ray]'`.") from None
     options = dict(args.get("deployment") or {})
     engine_args, settings = read_arguments({name: value for name, value in args.items() if name != "deployment"})
+    if os.environ.get("MINIVLLM_API_KEY") and not settings.api_keys:
+        raise ConfigError("MINIVLLM_API_KEY is set, but Ray Serve would show it to whoever asks: give api_keys, or unset it.")
     parallel = engine_args.parallel_config()
     if parallel.has_replicas:
         raise ConfigError("Ray Serve starts the replicas: set num_replicas of the deployment, and leave out data_parallel_size.")
-    actor = {"num_cpus": parallel.world_size, "runtime_env": {"env_vars": environment_of_actors()}}
-    if engine_args.device == "cuda":
-        actor["num_gpus"] = parallel.world_size
+    connect(parallel.ray_address)  # to see whether there are GPUs
+    resources = resources_of_replica(parallel, engine_args.device)
+    actor = {
+        "num_cpus": resources["CPU"],
+        "num_gpus": resources.get("GPU", 0),
+        "runtime_env": {"env_vars": environment_of_actors()},
+    }
     defaults = {
         "name": "minivllm",
         "max_ongoing_requests": engine_args.max_num_seqs + settings.max_waiting,
@@ -99,7 +106,7 @@ def read_arguments(args: dict[str, Any]) -> tuple[EngineArgs, ServerSettings]:
     """
     of_engine, of_server = get_type_hints(EngineArgs), get_type_hints(ServerSettings)
     engine: dict[str, Any] = {"enable_chunked_prefill": True}
-    server: dict[str, Any] = {"host": "0.0.0.0", "may_manage": False}
+    server: dict[str, Any] = {"host": "0.0.0.0"}
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for name, value in args.items():
         if name in known:

@@ -24,8 +24,6 @@ class RayExecutor(MultiProcExecutor):
         return RayWorkers(configs, parallel_config, worker_config.device)
 
     def wait_until_ready(self) -> None:
-        was_ready = self._workers.are_ready
         super().wait_until_ready()
-        if not was_ready:
-            assert isinstance(self._workers, RayWorkers)
-            self._workers.inbox.wait_for_workers()
+        assert isinstance(self._workers, RayWorkers)
+        self._workers.inbox.wait_for_workers(self._workers.check)

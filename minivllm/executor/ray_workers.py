@@ -38,6 +38,8 @@ from minivllm.executor.workers import CHECK_SECONDS, GRACE_SECONDS, Workers
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+START_ACTORS_SECONDS = 300.0
+"""How long Ray may take to start the actors' processes in their places."""
 LOST_SECONDS = 10.0
 """A worker that has shown no sign of life for so long is lost."""
 SharedNames = tuple[str | None, str | None]
@@ -100,9 +102,8 @@ class RayWorkers(Workers):
         self._actors: list[Any] = []
         self._runs: list[ObjectRef[None]] = []
         self._process_ids: list[int] = []
-        host = ray.util.get_node_ip_address()
-        self.inbox = ExecutorSockets(host, self.world_size)
         try:
+            self.inbox = ExecutorSockets(ray.util.get_node_ip_address(), self.world_size)
             self._actors = [self._make_actor(place, resources) for place in self._places]
             self._start(configs, has_gpus="GPU" in resources)
         except ray.exceptions.RayError as error:
@@ -133,17 +134,13 @@ class RayWorkers(Workers):
             self.inbox.advance()
             timeout = 0.0
 
-    def stop(self) -> None:
-        if os.getpid() != self._owner:  # a forked process has copies of all this
-            return
-        if self.failure is None:
-            self.failure = "The engine was shut down."
-        self._stopping.set()
-        self.inbox.close()
+    def _end(self) -> None:
         if self._ray.is_initialized():  # else Ray has ended them
             self._kill()
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.util.remove_placement_group(self._group)
+        if hasattr(self, "inbox"):
+            self.inbox.close()
 
     def _make_actor(self, place: Place, resources: dict[str, float]) -> Any:
         num_ranks = Counter(other.node_id for other in self._places)[place.node_id]
@@ -159,7 +156,7 @@ class RayWorkers(Workers):
         )  # fmt: skip
 
     def _start(self, configs: bytes, *, has_gpus: bool) -> None:
-        found = self._ray.get([actor.describe.remote() for actor in self._actors])
+        found = self._ray.get([actor.describe.remote() for actor in self._actors], timeout=START_ACTORS_SECONDS)
         self._process_ids = [process_id for process_id, _ in found]
         names = self._name_memory()
         parallel_config = self._parallel_config

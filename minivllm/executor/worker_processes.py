@@ -94,13 +94,8 @@ class WorkerProcesses(Workers):
         for process in self.processes:
             process.kill()
 
-    def stop(self) -> None:
-        """End the workers by closing their queue. Those still loading the model do not read it, and are killed. Called once."""
-        if os.getpid() != self._owner:  # a forked process has copies of all this
-            return
-        if self.failure is None:
-            self.failure = "The engine was shut down."
-        self._stopping.set()
+    def _end(self) -> None:
+        """Close the workers' queue. Those still loading the model do not read it, and are killed."""
         if hasattr(self, "inbox"):
             self.inbox.close()
         if self.are_ready:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from minivllm.distributed.sockets import KeyPair, Sockets, tcp_address
+from minivllm.distributed.sockets import KeyPair, Sockets, make_key, tcp_address
 from minivllm.errors import DistributedError
 from minivllm.executor.processes import SIGN_SECONDS
 
@@ -45,9 +45,8 @@ class ExecutorSockets:
     """
 
     def __init__(self, host: str, world_size: int) -> None:
-        self._world_size = world_size
-        public, secret = zmq.curve_keypair()
-        key = KeyPair(public.decode(), secret.decode())
+        self._world_size = self._num_missing = world_size
+        key = make_key()
         self._sockets = Sockets(key)
         self._messages, messages = self._sockets.bind(zmq.XPUB, tcp_address(host, 0), SNDHWM=0, XPUB_VERBOSE=1)
         self._answers, answers = self._sockets.bind(zmq.PULL, tcp_address(host, 0), RCVHWM=0)
@@ -71,10 +70,14 @@ class ExecutorSockets:
         """Show workers a number, for `WorkerSockets.wait_for_mark`."""
         self._send(_MARK, str(mark).encode())
 
-    def wait_for_workers(self) -> None:
-        """Wait until all workers get what is sent. They have said so, by subscribing, before they answered for the first time."""
-        for _ in range(self._world_size):
-            self._messages.recv()
+    def wait_for_workers(self, check: Callable[[], object]) -> None:
+        """Wait until all workers get what is sent, which they say by subscribing. Meanwhile `check` is called; it may raise an error."""
+        while self._num_missing:
+            if self._messages.poll(POLL_MS):
+                self._messages.recv()
+                self._num_missing -= 1
+            else:
+                check()
 
     def peek(self, timeout: float) -> tuple[int, bytes] | None:
         """The oldest answer, with its rank, which stays until `advance` is called; None if there is none within `timeout` seconds."""
@@ -94,7 +97,8 @@ class ExecutorSockets:
     def close(self) -> None:
         """Close the sockets. Safe to call again."""
         self._is_closing = True
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # the garbage collector may run anywhere
+            self._thread.join()
 
     def _send(self, kind: bytes, content: bytes) -> None:
         try:

@@ -72,9 +72,18 @@ class Workers(ABC):
             EngineDeadError: A worker has ended.
         """
 
-    @abstractmethod
     def stop(self) -> None:
         """End the workers. Called once."""
+        if os.getpid() != self._owner:  # a forked process has copies of all this
+            return
+        if self.failure is None:
+            self.failure = "The engine was shut down."
+        self._stopping.set()
+        self._end()
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Have them end, and give back what they share with this process."""
 
     @abstractmethod
     def _find_ended(self) -> str | None:

@@ -77,7 +77,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+BY_NIGHT = {"stages on two nodes", "one worker"}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.nightly] * (way in BY_NIGHT)) for way in WAYS])
 def test_tokens_are_those_of_one_worker(tiny_llama, start, way):
     """Steps in flight, too, and a mask that is sent after its step."""
     options, strategy = WAYS[way]
@@ -155,7 +158,7 @@ def test_a_rank_that_fails_while_others_wait_for_it_is_named(start, tmp_path, mo
     assert not isinstance(raised.value, WorkerKilledError)
 
 
-@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("what", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.nightly)])
 def test_a_worker_that_is_gone_is_named(start, what):
     llm = start(max_model_len=4096, ray_placement_strategy="STRICT_SPREAD")
     workers, sent = workers_of(llm), []
@@ -253,5 +256,5 @@ def test_no_cluster_is_told(tiny_llama, nodes):
         from minivllm import LLM
         LLM({tiny_llama!r}, distributed_executor_backend="ray", ray_address="127.0.0.1:1", skip_tokenizer_init=True)
     """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "ConfigError: There is no Ray cluster at 127.0.0.1:1" in done.stderr.splitlines()[-1], done.stderr

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 from types import SimpleNamespace
 
 import pytest
 
 from minivllm import __version__
 from minivllm.data_parallel import ray_replicas
-from minivllm.data_parallel.engine_core_proc import Note
-from minivllm.data_parallel.ray_replicas import RayReplica
-from minivllm.data_parallel.replica_actor import ActorPlace, Clock, ProcessNews
+from minivllm.data_parallel.engine_core_proc import Note, ReplicaSetup
+from minivllm.data_parallel.ray_replicas import RayReplica, RayReplicas
+from minivllm.data_parallel.replica_actor import ActorPlace, Clock, ProcessNews, ReplicaActor
 from minivllm.executor.processes import GRACE_SECONDS, START_SECONDS
 
 
@@ -241,9 +240,49 @@ def test_clocks_are_compared_unless_they_are_one():
     assert Clock(5.5, "").offset_to(Clock(5.0, "")) == 0.5, "who knows"
 
 
-def test_the_log_has_one_line_for_a_wait(cluster, caplog):
-    caplog.set_level(logging.INFO)
-    cluster.begin()
-    cluster.now += 1000.0
-    cluster.replica.poll()
-    assert caplog.messages == []
+def test_a_head_node_that_does_not_answer_is_a_failed_start(cluster, monkeypatch):
+    def refuse():
+        raise RuntimeError("the head node is gone")
+
+    monkeypatch.setattr(cluster, "make_actor", refuse)
+    replica = RayReplica(cluster, SimpleNamespace(engine_index=2, incarnation=8), None)
+    assert replica.poll() == "could not be started: the head node is gone"
+    assert replica.exit_status != 0 and not replica.was_killed
+    replica.shutdown()
+    assert cluster.killed == [], "there is no actor"
+
+
+def test_room_is_not_missing_if_ray_does_not_say_what_there_is(monkeypatch):
+    cluster = RayReplicas.__new__(RayReplicas)
+    cluster.num_replicas, cluster._resources = 3, {"CPU": 2.0}
+    asked = []
+    monkeypatch.setattr(ray_replicas.ray_cluster, "are_there", asked.append)  # returns None: there is no room
+    assert not cluster.look_for_room().result(10)
+    assert asked == [{"CPU": 6.0}]
+
+    def refuse(wanted):
+        raise ConnectionError("the head node is gone")
+
+    monkeypatch.setattr(ray_replicas.ray_cluster, "are_there", refuse)
+    assert cluster.look_for_room().result(10)
+
+
+def test_an_actor_that_is_asked_again_starts_no_second_process(monkeypatch):
+    class Process:
+        process_id, notes, exit_status, was_killed = 17, (), None, False
+
+        def __init__(self, setup, num_threads):
+            started.append(num_threads)
+
+        def poll(self):
+            return None
+
+        def kill_if_silent(self, limit):
+            return False
+
+    started = []
+    monkeypatch.setattr("minivllm.data_parallel.replica_process.ReplicaProcess", Process)
+    actor = ReplicaActor()
+    first, second = (actor.start(ReplicaSetup(b"", "", 0, None, None, 0.0), 2, 3, 30.0, Clock.now()) for _ in range(2))
+    assert first == second and first.process_id == 17
+    assert started == [2]

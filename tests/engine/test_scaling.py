@@ -51,14 +51,14 @@ def test_from_two_to_four_to_one_under_load(engine, alone, caplog):  # noqa: F81
 
         asking = [asyncio.create_task(keep_asking(start)) for start in range(6)]
         await scale(engine, 4)
-        await asyncio.sleep(0.5)
+        num_before = len(answers)
+        await becomes(lambda: len(answers) > num_before + 10, 60.0)
         await scale(engine, 1)
         is_over = True
         await asyncio.gather(*asking)
         await becomes(lambda: len(process_ids(engine.replicas)) == 1)
 
     asyncio.run(run())
-    assert len(answers) > 40
     assert [(place, tokens) for place, tokens in answers if tokens != expected[place]] == []
     assert min(metric(engine, "generation_tokens", rank) for rank in range(4)) > 0, "all of them worked"
     assert metric(engine, "num_lost_requests", 3) == metric(engine, "num_resumed_requests", 3) == 0

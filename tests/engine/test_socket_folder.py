@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from minivllm.data_parallel import sockets as module
+from minivllm.distributed import sockets as module
 from minivllm.distributed.sockets import LOOK_SECONDS, Sockets
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import enum
+import functools
 import json
 import pathlib
 import re
@@ -136,6 +137,10 @@ def test_an_end_that_is_ignored_or_comes_too_soon(llm):
         ({"choice": []}, "must have choice as a list of texts"),
         ({"choice": [1]}, "must have choice as a list of texts"),
         ({"json": {"a": object()}}, "has a schema that is not JSON"),
+        (
+            {"json": functools.reduce(lambda inner, _: {"items": inner}, range(3000), {})},
+            "has a schema that is nested too deeply",
+        ),
     ],
 )
 def test_wrong_parameters_are_refused_where_they_are_made(fields, sentence):
@@ -237,6 +242,17 @@ def test_what_is_not_supported_is_refused_by_its_keyword_everywhere(accepts, key
     )
     with pytest.raises(RequestError, match=f'cannot be compiled: JSON schemas with "{keyword}" are not supported'):
         accepts("", json=embed({keyword: value}))
+
+
+def test_overlapping_alternatives_are_refused_by_their_keyword_and_others_are_taken(accepts):
+    apart = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
+    assert accepts("5", json=apart) and accepts('"a"', json=apart) and not accepts("null", json=apart)
+    overlapping = {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}
+    for schema in (overlapping, {"type": "array", "items": overlapping}):
+        with pytest.raises(
+            RequestError, match='schemas with "oneOf" are not supported if its alternatives may overlap: use "anyOf"'
+        ):
+            accepts("", json=schema)
 
 
 CHARACTERS = ["5", "a", "_", "Z", " ", "\t", "\u00a0", "\u2003", "é", "٣", "日", "-"]

@@ -69,6 +69,15 @@ def test_without_a_known_failure_nothing_passes(tmp_path, capfd):
     assert "No test is known to have failed" in capfd.readouterr().out
 
 
+def test_after_a_run_that_was_broken_off_nothing_passes(tmp_path, capfd):
+    note_failed(tmp_path, "tests/test_b.py::test_c")
+    status = tmp_path / ".pytest_cache/v/minivllm/exit_status"
+    status.parent.mkdir()
+    status.write_text("3")
+    assert rerun_failed.main([], tmp_path) == 1
+    assert "did not come to its end" in capfd.readouterr().out
+
+
 def test_of_a_notebook_all_cells_run_again(tmp_path):
     note_failed(tmp_path, "notebooks/a.ipynb::Cell 3", "notebooks/a.ipynb::Cell 4", "tests/test_b.py::test_c")
     assert rerun_failed.find_failed(tmp_path) == ["notebooks/a.ipynb", "tests/test_b.py::test_c"]

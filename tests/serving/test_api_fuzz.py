@@ -49,10 +49,11 @@ OPERATIONS = [
     ("GET", "/version"),
     ("GET", "/metrics"),
     ("GET", "/replicas"),
+    ("POST", "/replicas/scale"),
     ("POST", "/replicas/{rank}/restart"),
     ("POST", "/replicas/{rank}/kill"),
 ]
-NEEDS_MORE = {"/v1/models/{model}", "/replicas/{rank}/restart", "/replicas/{rank}/kill"}
+NEEDS_MORE = {"/v1/models/{model}", "/replicas/scale", "/replicas/{rank}/restart", "/replicas/{rank}/kill"}
 """Paths that serve nothing here: they need a name that nobody guesses, or replicas."""
 quick = settings(
     max_examples=60,  # with fewer, it may be that none is served

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -12,11 +13,12 @@ from scripted_server import connect, error_of, read_to_the_end, running_server, 
 from tokenizers.processors import TemplateProcessing
 
 from minivllm.engine.tokenizer import Tokenizer
+from minivllm.entrypoints.openai import logprobs
 from minivllm.entrypoints.openai.answer import is_limit_of_grammar
 from minivllm.entrypoints.server.middleware import is_known_host
 from minivllm.entrypoints.server.replicas_api import ReplicaHealth
 from minivllm.entrypoints.server.state import ServerSettings, Turns, name_of
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, EngineDeadError
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +109,7 @@ def test_allowed_origins_are_for_openais_routes(smollm2_path):
 def test_without_a_key_health_tells_only_that_all_is_well(smollm2_path, monkeypatch):
     settings = ServerSettings(shutdown_timeout=1, api_keys=("secret",))
     with running_server(lambda: scripted_engine(smollm2_path), settings) as server:
-        monkeypatch.setattr(server.engine, "num_engines", 2)
+        monkeypatch.setattr(server.engine._client, "num_engines", 2)
         names = ReplicaHealth.__annotations__
         replica = {name: "ready" if name == "state" else 0 for name in names}
         monkeypatch.setattr("minivllm.entrypoints.server.api_server.describe_replicas", lambda engine: [replica])
@@ -115,6 +117,23 @@ def test_without_a_key_health_tells_only_that_all_is_well(smollm2_path, monkeypa
         assert server.client.get("/health", headers={"Authorization": "Bearer wrong"}).json() == {"status": "ok"}
         known = server.client.get("/health", headers={"Authorization": "Bearer secret"}).json()
         assert known == {"status": "ok", "replicas": [replica]}
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_without_a_key_health_does_not_tell_what_is_wrong(smollm2_path, monkeypatch, path):
+    cause = "The engine has ended: process 4711 was killed by SIGKILL."
+
+    def check_health():
+        raise EngineDeadError(cause)
+
+    for api_keys, knows in (((), True), (("secret",), False)):
+        settings = ServerSettings(shutdown_timeout=1, api_keys=api_keys)
+        with running_server(lambda: scripted_engine(smollm2_path), settings) as server:
+            monkeypatch.setattr(server.engine, "check_health", check_health)
+            assert (error_of(server.client.get(path), 503)["message"] == cause) == knows
+            assert "4711" not in server.client.get(path).text or knows
+            known = server.client.get(path, headers={"Authorization": "Bearer secret"})
+            assert error_of(known, 503)["message"] == cause
 
 
 def test_clients_with_different_keys_share_no_blocks_if_that_is_wanted(smollm2_path, monkeypatch):
@@ -204,6 +223,37 @@ def test_texts_are_tokenized_one_after_another_and_few_wait(server, monkeypatch)
     with ThreadPoolExecutor(16) as pool:
         statuses = [r.status_code for r in pool.map(lambda _: server.client.post("/tokenize", json={"prompt": "a"}), range(16))]
     assert max(most) == 1 and set(statuses) == {200, 429} and statuses.count(200) >= 5
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"logprobs": 20, "echo": True, "max_tokens": 1}),
+        ("/v1/completions", {"logprobs": 20, "echo": True, "max_tokens": 1, "stream": True}),
+        ("/v1/completions", {"prompt_logprobs": 20, "max_tokens": 1}),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 20, "max_tokens": 30}),
+    ],
+    ids=str,
+)
+def test_many_log_probabilities_are_put_together_beside_the_event_loop(server, monkeypatch, path, fields):
+    """Those of long prompts take a second, in which nobody else would be served."""
+    beside = []
+
+    def noting(make):
+        def note(entries, *args, **options):
+            if len(entries) > 20:  # a few are put together where they come
+                beside.append(asyncio._get_running_loop() is None)
+            return make(entries, *args, **options)
+
+        return note
+
+    for kind, name in (("chat", "chat_logprobs"), ("completions", "completion_logprobs")):
+        module = f"minivllm.entrypoints.openai.{kind}.serving"
+        monkeypatch.setattr(f"{module}.{name}", noting(getattr(logprobs, name)))
+        monkeypatch.setattr(f"{module}.prompt_logprobs", noting(logprobs.prompt_logprobs))
+    response = server.chat(**fields) if "chat" in path else server.complete(prompt=["Once upon a time " * 8] * 2, **fields)
+    assert response.status_code == 200
+    assert beside and all(beside)
 
 
 # -- numbers and depths ----------------------------------------------------------------------------------------------

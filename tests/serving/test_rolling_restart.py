@@ -98,7 +98,7 @@ def test_scale_waits_until_all_are_ready_and_shows_what_happens(monkeypatch, cap
     assert server.states == ["ready"] * 3
     assert capsys.readouterr().err.splitlines()[:2] == ["Replica 2 is starting.", "Replica 2 is ready."]
     assert cli.main(["replicas", "scale", "1"]) == 0
-    assert "There are 1 replicas" in capsys.readouterr().err
+    assert "There is 1 replica," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("given", "words"), [("9", "size is 9, but must be at most 8."), ("two", "invalid int value: 'two'")])

@@ -100,9 +100,9 @@ class _Server:
 def run_list(arguments: argparse.Namespace) -> int:
     """Print a table."""
     content = _Server(arguments).ask("GET", "/replicas")
-    print(f"{'rank':>4}  {'state':10}{'running':>8}{'waiting':>9}{'cache':>7}{'deaths':>8}{'process':>9}")
+    print(f"{'rank':>4}  {'state':12}{'running':>8}{'waiting':>9}{'cache':>7}{'deaths':>8}{'process':>9}")
     for replica in content["replicas"]:
-        row = "{rank:4}  {state:10}{running:8}{waiting:9}{kv_cache_usage:7.0%}{deaths:8}{process_id:9}"
+        row = "{rank:4}  {state:12}{running:8}{waiting:9}{kv_cache_usage:7.0%}{deaths:8}{process_id:9}"
         print(row.format(**replica | {"process_id": replica["process_id"] or ""}))
     print(f"streams resumed elsewhere: {content['streams_resumed']}, lost: {content['streams_lost']}")
     return 0
@@ -165,7 +165,8 @@ def run_scale(arguments: argparse.Namespace) -> int:
         if content["size"] == arguments.size:
             _show_changes(shown, states)
             if len(states) == arguments.size and set(states.values()) == {"ready"}:
-                print(f"There are {arguments.size} replicas, after {time.monotonic() - start:.1f} s.", file=sys.stderr)
+                are = "is 1 replica" if arguments.size == 1 else f"are {arguments.size} replicas"
+                print(f"There {are}, after {time.monotonic() - start:.1f} s.", file=sys.stderr)
                 return 0
         if failed := [rank for rank, state in states.items() if rank < arguments.size and state == "given up"]:
             raise ConfigError(f"Replicas {failed} died too often and are given up: see the server's log.")

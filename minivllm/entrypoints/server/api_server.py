@@ -202,12 +202,17 @@ def _model_card(state: ServerState) -> ModelCard:
 @router.post("/ping", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> HealthResponse:
-    """Whether requests can be served; 503 with the reason if not."""
+    """Whether requests can be served; 503 if not, with the reason for those who have a key if there is one."""
     state = state_of(request)
     if state.closing.begun:
         raise EngineDeadError("The server is shutting down.")
-    state.engine.check_health()
     is_known = not state.settings.api_keys or request.scope["minivllm.has_key"]
+    try:
+        state.engine.check_health()
+    except EngineDeadError:
+        if is_known:
+            raise
+        raise EngineDeadError("The server cannot answer requests: its log says why.") from None
     if state.engine.num_engines == 1 or not is_known:
         return {"status": "ok"}
     return {"status": "ok", "replicas": describe_replicas(state.engine)}

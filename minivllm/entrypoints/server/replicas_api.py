@@ -144,7 +144,7 @@ def _checked(request: Request, rank: int) -> ServerState:
         raise ApiError(415, "Content-Type must be application/json.")
     state = state_of(request)
     num_engines = state.engine.num_engines
-    if num_engines == 1:
+    if not state.engine.replicas.has_replicas:
         raise ApiError(400, "This server has one engine and no replicas: start it with --data-parallel-size.")
     if not 0 <= rank < num_engines:
         raise ApiError(404, f"There is no replica {rank}: they are 0 to {num_engines - 1}.")
