@@ -68,6 +68,9 @@ OTHER_FILES = {
 }
 """The file of a part in a lesson that builds another form of it."""
 
+USED = {15: ("AsyncMPClient", "EngineCoreProc", "EngineCore", "Scheduler", "BlockSpaceManager")}
+"""The parts that a lesson is about without building them."""
+
 ARROWS = (
     ("LLM", "LLMEngine"),
     ("API server", "AsyncLLMEngine"),
@@ -109,7 +112,7 @@ def draw_engine_map(
     """The engine on one page.
 
     Args:
-        lesson: Highlight the parts that this lesson builds and grey out the others. None highlights all.
+        lesson: Highlight the parts that this lesson builds or uses and grey out the others. None highlights all.
         mine: Names of the parts that a learner wrote: they are filled, and marked as theirs.
         seconds: What each part took: parts that took any time are highlighted, darker for more, with the number. Takes precedence
             over `mine`, which takes precedence over `lesson`.
@@ -142,7 +145,7 @@ def draw_engine_map(
             _box(axes, part, lit=True, filled=0.35 if part.name in mine else 0.0, note="yours" if part.name in mine else "")
         else:
             shown = replace(part, file=OTHER_FILES.get((lesson or 0, part.name), part.file))
-            _box(axes, shown, lit=lesson is None or lesson in part.lessons)
+            _box(axes, shown, lit=lesson is None or lesson in part.lessons or part.name in USED.get(lesson, ()))
     for i, (layer, color) in enumerate(LAYERS.items()):
         axes.text(0.1, 10.3 - 0.33 * i, f"■ {layer}", fontsize=9, color=color, va="center", weight="bold")
     axes.text(0.1, 10.3 - 0.33 * len(LAYERS), "arrows: who calls whom", **_NOTE, va="center")

@@ -1,0 +1,188 @@
+"""The check of lesson 15 for the cheapest fleet: a sweep of traffic, goals and price lists that nobody has seen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from minivllm.bench.workloads import WorkloadRequest
+from minivllm.course.lessons.fleets import FleetGoals, Machine, Plan, Sample, run_fleet
+from minivllm.course.lessons.lesson_15.replicas import probability, smallest_total
+from minivllm.course.observations import expect, is_recording, require, rounds
+from minivllm.executor.simulated import CostModel
+
+SEATS = (4, 32)
+"""The values of `max_num_seqs` to choose from."""
+MOST = 12
+"""Replicas that a fleet may need at most, spares not counted."""
+MARGIN = 1.02
+"""How much more than the cheapest plan a plan may cost."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a plan is for."""
+
+    traffic: list[Sample]
+    goals: FleetGoals
+    prices: list[Machine]
+
+
+def make_sample(rng: random.Random, name: str, rate: float, prompt: int, output: int, count: int = 48) -> Sample:
+    """Requests at random times, two thirds of them in bursts of three; lengths vary by a factor of nine."""
+    now, requests = 0.0, []
+    while len(requests) < count:
+        size = rng.choice((1, 3))
+        now += rng.expovariate(rate / 2)
+        for _ in range(size):
+            lengths = (max(1, round(mean * 3 ** rng.uniform(-1, 1))) for mean in (prompt, output))
+            prompt_len, output_len = lengths
+            requests.append(WorkloadRequest([1] * prompt_len, output_len, now))
+    return Sample(name, requests)
+
+
+def make_machine(rng: random.Random, name: str, speed: float, price: float, availability: float) -> Machine:
+    """A machine `speed` times as fast as the slowest."""
+    costs = CostModel(
+        fixed=0.02 / speed, per_prefill_token=8e-5 / speed, per_decode_seq=3e-4 / speed, per_context_token=4e-7 / speed
+    )
+    return Machine(name, round(price * rng.uniform(0.95, 1.05), 2), costs, 65_536, availability)
+
+
+def make_situation(rng: random.Random, kind: int) -> Situation:
+    """Of four kinds: the slow machine pays, the fast one pays, the slow one cannot keep the goals, no machine can."""
+    rate, prompt, output = rng.uniform(24, 34), rng.choice((800, 1200)), rng.choice((8, 12))
+    days = [1.0, 1.7] if rng.random() < 0.8 else [1.7, 1.0]
+    names = ("Monday", "Tuesday")
+    traffic = [make_sample(rng, name, rate * factor, prompt, output) for name, factor in zip(names, days, strict=True)]
+    # the price of a speed: dearer than it is worth, or cheaper
+    fast_price, fast_up = ((1.9, 0.9), (1.3, 0.99), (3.1, 0.95), (2.0, 0.95))[kind]
+    slow = make_machine(rng, "slow", 1.0, 1.0, 0.99 if kind == 0 else 0.9)
+    fast = make_machine(rng, "fast", 2.0, fast_price, fast_up)
+    goals = (
+        FleetGoals(1.0, 0.2, 0.999),
+        FleetGoals(0.8, 0.2, 0.999),
+        FleetGoals(0.8, 0.075, 0.99),
+        FleetGoals(1.0, 0.004, 0.999),
+    )[kind]
+    prices = [slow, fast] if rng.random() < 0.5 else [fast, slow]
+    return Situation(traffic, goals, prices)
+
+
+def is_enough(machine: Machine, seats: int, number: int, situation: Situation) -> bool:
+    """Whether so many replicas keep the goals in all samples."""
+    return all(situation.goals.are_met_by(run_fleet(Plan(machine, seats, number), sample)) for sample in situation.traffic)
+
+
+def find_fewest(machine: Machine, seats: int, situation: Situation) -> int | None:
+    """The smallest number that is enough, by halving."""
+    low, high = 1, MOST + 1
+    while low < high:
+        middle = (low + high) // 2
+        if is_enough(machine, seats, middle, situation):
+            high = middle
+        else:
+            low = middle + 1
+    return low if low <= MOST else None
+
+
+def cheapest(situation: Situation) -> Plan | None:
+    """The cheapest plan, spares included."""
+    plans = []
+    for machine in situation.prices:
+        for seats in SEATS:
+            needed = find_fewest(machine, seats, situation)
+            if needed is not None:
+                plans.append(Plan(machine, seats, smallest_total(needed, machine.availability, situation.goals.availability)))
+    return min(plans, key=lambda plan: plan.price, default=None)
+
+
+def number_up(plan: Plan, goal: float) -> int:
+    """How many replicas of a plan are up with the probability that is promised."""
+    return max(
+        (up for up in range(plan.num_replicas + 1) if probability(up, plan.num_replicas, plan.machine.availability) >= goal),
+        default=0,
+    )
+
+
+def _describe(situation: Situation) -> str:
+    traffic = "; ".join(
+        f"{sample.name}: {len(sample.requests) / sample.seconds:.1f} requests a second" for sample in situation.traffic
+    )
+    prices = "; ".join(
+        f"{machine.name}: {machine.price:.2f} an hour, up {machine.availability:.0%}" for machine in situation.prices
+    )
+    goals = situation.goals
+    return f"Traffic: {traffic}. Prices: {prices}. Goals: p99 of TTFT {goals.ttft:g} s, of ITL {goals.itl * 1e3:g} ms, in {goals.availability:.1%} of the time."
+
+
+def check_choose_fleet(choose_fleet: Any) -> None:
+    """Each plan keeps the goals in every sample with as many replicas as are up, and no other plan is much cheaper."""
+    for number, rng in enumerate(rounds("fleet", 2 if is_recording() else 4)):
+        situation = make_situation(rng, number)
+        said, plan = _describe(situation), choose_fleet(situation.traffic, situation.goals, situation.prices)
+        reference = cheapest(situation)
+        if reference is None:
+            look = "what you return when no machine keeps the goals, even with the most replicas: None, no plan that breaks the promise"
+            expect(said, "plan", None, plan if plan is None else str(plan), look)
+            continue
+        expect(
+            said,
+            "type of the plan",
+            "Plan",
+            type(plan).__name__,
+            "what `choose_fleet` returns: a `Plan` for a machine that can, and None only if there is none",
+        )
+        _expect_possible(said, plan, situation.prices)
+        _expect_kept(said, plan, situation)
+        _expect_cheap(said, plan, reference)
+
+
+def _expect_possible(said: str, plan: Plan, prices: Sequence[Machine]) -> None:
+    require(
+        True, plan.machine in prices and plan.max_num_seqs in SEATS,
+        f"{said}\nExpected: one of these machines, with {' or '.join(map(str, SEATS))} seats\nGot: {plan}\nLook at the machines and the seats that `choose_fleet` tries.",
+    )  # fmt: skip
+
+
+def _expect_kept(said: str, plan: Plan, situation: Situation) -> None:
+    goals, up = situation.goals, number_up(plan, situation.goals.availability)
+    for sample in situation.traffic:
+        run = run_fleet(Plan(plan.machine, plan.max_num_seqs, min(up, 40)), sample) if up else None
+        if run is not None and goals.are_met_by(run):
+            require(True, True, "")
+            continue
+        kept = run is not None and goals.are_met_by(
+            run_fleet(Plan(plan.machine, plan.max_num_seqs, min(plan.num_replicas, 40)), sample)
+        )
+        alone = [find_fewest(plan.machine, plan.max_num_seqs, replace(situation, traffic=[other])) for other in situation.traffic]
+        totals = [smallest_total(number, plan.machine.availability, goals.availability) for number in alone if number is not None]
+        if plan.num_replicas in totals:
+            look = "the samples: the plan is enough for one of them, and must be for each"
+        elif run is None or kept:
+            look = "the spares: with all replicas up the goals are kept, but this often fewer are up"
+        elif run.itl.p99 > goals.itl and run.ttft.p99 <= goals.ttft:
+            look = "the goal for ITL: more replicas do not make a slow machine's steps shorter"
+        else:
+            look = "what is planned for: the p99 of a simulation of each sample, not the mean and not the work alone"
+        got = "none is up" if run is None else f"p99 of TTFT {run.ttft.p99:.2f} s, of ITL {run.itl.p99 * 1e3:.0f} ms"
+        require(
+            True, False,
+            f"{said}\nYour plan: {plan}. With {goals.availability:.1%} certainty {up} of them are up.\nExpected on {sample.name}: p99 of TTFT {goals.ttft:g} s at the most, of ITL "
+            f"{goals.itl * 1e3:g} ms\nGot on {sample.name}: {got}\nLook at {look}.",
+        )  # fmt: skip
+
+
+def _expect_cheap(said: str, plan: Plan, reference: Plan) -> None:
+    if plan.machine == reference.machine and plan.max_num_seqs == reference.max_num_seqs:
+        look = "the number: fewer of the same are enough"
+    elif plan.machine == reference.machine:
+        look = "the seats: another `max_num_seqs` needs fewer machines"
+    else:
+        look = "what you compare: the price of the whole fleet with its spares, not the number of machines, nor a machine's price, nor the fleet without spares"
+    require(
+        True, plan.price <= MARGIN * reference.price,
+        f"{said}\nExpected: {reference.price:.2f} an hour at the most, and {MARGIN - 1:.0%} more\nGot: {plan}\nLook at {look}.",
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Lesson 15's checks: the solution passes, a stub fails, other right solutions pass, and a mistake fails where it belongs and is named.
+
+`tests/support/mutate_lesson.py 15` makes many more mistakes, small ones.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from lesson_checks import LessonChecks
+
+from minivllm.course.lessons.fleets import FleetGoals, Machine, Plan, Sample, run_fleet
+from minivllm.course.lessons.lesson_15.days import LATE, STARTUP, TICK, day_rates, run_day
+from minivllm.course.lessons.lesson_15.fleet import make_sample, number_up
+from minivllm.course.lessons.lesson_15.replicas import probability, smallest_total
+from minivllm.executor.simulated import CostModel
+from minivllm.viz.engine_map import PARTS, USED, draw_engine_map
+
+
+class TestChecks(LessonChecks):
+    number = "15"
+    points = 20
+    says = ("Expected", "Got", "Look at")
+    every = 9
+
+
+MACHINE = Machine("A", 2.0, CostModel(0.01, per_prefill_token=4e-5, per_decode_seq=2e-4))
+
+
+def test_a_fleet_is_simulated_once_and_its_price_is_that_of_all_machines():
+    sample, plan = make_sample(random.Random(0), "a minute", 30, 100, 8, count=20), Plan(MACHINE, 8, 3)
+    first = run_fleet(plan, sample)
+    assert first.completed == len(sample.requests) and first.num_replicas == 3
+    assert run_fleet(plan, sample) is first and run_fleet(Plan(MACHINE, 8, 2), sample) is not first
+    assert plan.price == 6.0 and str(plan) == "3 machines of kind A, 8 seats each: 6.00 an hour"
+
+
+def test_goals_are_kept_by_a_p99_that_is_as_long_as_they_are():
+    run = run_fleet(Plan(MACHINE, 8, 2), make_sample(random.Random(0), "a minute", 30, 100, 8, count=20))
+    assert FleetGoals(run.ttft.p99, run.itl.p99).are_met_by(run)
+    assert not FleetGoals(run.ttft.p99 * 0.99, run.itl.p99).are_met_by(run)
+    assert not FleetGoals(run.ttft.p99, run.itl.p99 * 0.99).are_met_by(run)
+
+
+def test_a_sample_lasts_from_its_first_request_to_its_last():
+    sample = make_sample(random.Random(0), "a minute", 30, 100, 8, count=20)
+    late = Sample("late", [request for request in sample.requests if request.arrival_time > sample.requests[3].arrival_time])
+    assert late.seconds == sample.requests[-1].arrival_time - late.requests[0].arrival_time
+
+
+@pytest.mark.parametrize("availability", [0.9, 0.99])
+def test_spares_agree_with_machines_that_fail_at_random(availability):
+    rng, total = random.Random(0), smallest_total(5, availability, 0.95)
+    ups = [sum(rng.random() < availability for _ in range(total)) for _ in range(4000)]
+    assert abs(sum(up >= 5 for up in ups) / len(ups) - probability(5, total, availability)) < 0.02
+    assert number_up(Plan(Machine("A", 1.0, CostModel(0.01), availability=availability), 8, total), 0.95) >= 5
+
+
+class Constant:
+    """An autoscaler that wants the same number all day, or one number and then another."""
+
+    def __init__(self, number, later=None, when=math.inf):
+        self.number, self.later, self.when = number, later, when
+
+    def decide(self, observed):
+        return self.number if observed.now < self.when else self.later
+
+
+def test_a_day_with_replicas_to_spare_has_no_late_request():
+    day = run_day(Constant(4), [10.0] * 100, capacity=4.0, start=4)
+    assert (day.late, day.flaps) == (0.0, 0) and day.replica_hours == pytest.approx(4 * 100 * TICK / 3600)
+
+
+def test_a_replica_is_paid_for_from_the_moment_it_is_ordered_and_answers_when_it_has_started():
+    day = run_day(Constant(2), [1.0] * 100, capacity=4.0, start=1)
+    assert day.ready.index(2) * TICK == STARTUP
+    assert day.replica_hours == pytest.approx((1 + 2 * 99) * TICK / 3600)
+
+
+def test_too_few_replicas_make_requests_late_and_the_queue_grows():
+    day = run_day(Constant(2), [10.0] * 100, capacity=4.0, start=2)
+    assert day.late > 0.9 and day.waits == sorted(day.waits) and day.waits[-1] > LATE
+
+
+def test_a_start_soon_after_a_stop_is_a_flap():
+    soon, later = (run_day(Constant(2, 3, when=when), [1.0] * 200, capacity=4.0, start=3).flaps for when in (600.0, 1200.0))
+    assert (soon, later) == (1, 0)
+
+
+def test_a_burst_lasts_half_an_hour():
+    quiet, burst = (day_rates(random.Random(3), 100.0, factor) for factor in (1.0, 1.5))
+    raised = [b / a for a, b in zip(quiet, burst, strict=True) if b > a]
+    assert len(raised) * TICK == pytest.approx(1800, abs=2 * TICK) and max(raised) == pytest.approx(1.5)
+
+
+def test_the_parts_that_the_lesson_uses_are_lit_on_the_map():
+    bold = {
+        text.get_text()
+        for text in draw_engine_map(lesson=15).axes[0].texts
+        if text.get_color() in {"#009E73", "#E69F00", "#0072B2"}
+    }
+    assert bold & {part.name for part in PARTS} == set(USED[15])
