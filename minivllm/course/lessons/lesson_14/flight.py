@@ -35,6 +35,7 @@ class Device:
         diary: What was called, in order.
         now: The host's time.
         spans: When the device was computing each step.
+        preparations: When the host was preparing each step.
     """
 
     texts: dict[str, list[int]]
@@ -43,6 +44,7 @@ class Device:
     diary: list[str] = field(default_factory=list)
     now: float = 0.0
     spans: list[tuple[float, float]] = field(default_factory=list)
+    preparations: list[tuple[float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._steps: list[dict[str, int]] = []
@@ -60,6 +62,7 @@ class Device:
             place = self._places[name]
             step[name] = self.texts[name][place] if place < len(self.texts[name]) else -1
             self._places[name] += 1
+        self.preparations.append((self.now, self.now + self.host_time))
         self.now += self.host_time
         start = max(self.now, self.spans[-1][1]) if self.spans else self.now
         self.spans.append((start, start + self.step_time))
