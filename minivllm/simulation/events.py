@@ -272,18 +272,23 @@ class Tally:
 
     def take_quiet(self, replica: int, quiet: QuietSteps) -> int:
         """Count the tokens of quiet steps, which have been applied. Returns how many requests they finished."""
-        ends, num_finished, gaps = quiet.ends, 0, []
+        ends, num_finished, all_progress = quiet.ends, 0, self._progress
         first, last, num_steps = ends[0], ends[-1], len(ends)
+        before, count = math.nan, 0
         for seq in quiet.sequences:
-            progress = self._progress[seq.request.request_id]
-            gaps.append(first - progress[0])
+            progress = all_progress[seq.request.request_id]
+            if progress[0] != before:  # all had their latest token at the same time, or nearly all
+                if count:
+                    self.itl.add(first - before, count)
+                before, count = progress[0], 0
+            count += 1
             progress[0] = last
             progress[1] += num_steps
             if seq.finished:
-                self._finish(replica, seq.request.metrics, *self._progress.pop(seq.request.request_id))
+                del all_progress[seq.request.request_id]
+                self._finish(replica, seq.request.metrics, *progress)
                 num_finished += 1
-        for gap, count in Counter(gaps).items():
-            self.itl.add(gap, count)
+        self.itl.add(first - before, count)
         for start, end in pairwise(ends):
             self.itl.add(end - start, len(quiet.sequences))
         return num_finished

@@ -46,8 +46,11 @@ class QuietSteps:
         sequences: Those that get a token in each.
     """
 
-    def __init__(self, core: EngineCore, began: float, num_steps: int, num_context_tokens: int) -> None:
+    def __init__(
+        self, core: EngineCore, began: float, num_steps: int, num_context_tokens: int, until_end: int, until_growth: int
+    ) -> None:
         assert isinstance(core.executor, SimulatedExecutor)
+        self._until_end, self._until_growth = until_end, until_growth
         self._core, self._executor, self._num_waiting = core, core.executor, len(core.scheduler.waiting)
         self.began, self.ends, self.sequences = began, [], list(core.scheduler.running)
         now, num_seqs = began, len(self.sequences)
@@ -63,23 +66,27 @@ class QuietSteps:
         running, tables, block_size = scheduler.running, manager.block_tables, manager.block_size
         if not running or len(scheduler.swapped) or (len(scheduler.waiting) and len(running) < scheduler.config.max_num_seqs):
             return None
-        num_steps = 1 if len(scheduler.waiting) != num_waiting_before else 2**62
-        num_until_full = 2**62
-        num_context_tokens = num_growing = 0
+        until_end = until_full = 2**62  # steps until a sequence has all its tokens, and until one has filled its blocks
+        num_context_tokens = num_filling = 0
         for seq in running:
             num_tokens = len(seq.token_ids)
             if num_tokens - seq.num_computed_tokens > 1 or num_tokens == seq.num_prompt_tokens:
                 return None  # in its prompt, or it recomputes what a preemption has lost
             num_context_tokens += num_tokens
-            num_steps = min(num_steps, seq.request.max_num_tokens - num_tokens)
-            room = len(tables[seq.seq_id]) * block_size - num_tokens  # before its newest token needs a block: one more step
-            if room < num_until_full:
-                num_until_full, num_growing = room, 1
-            elif room == num_until_full:
-                num_growing += 1
-        has_blocks = num_growing <= manager.get_num_free_gpu_blocks()
-        num_steps = min(num_steps, num_until_full + 1 + has_blocks)
-        return cls(core, now, num_steps, num_context_tokens) if num_steps > 0 else None
+            missing = seq.request.max_num_tokens - num_tokens
+            if missing < until_end:
+                until_end = missing
+            room = len(tables[seq.seq_id]) * block_size - num_tokens + 1
+            if room < until_full:
+                until_full, num_filling = room, 1
+            elif room == until_full:
+                num_filling += 1
+        # The step after a block is full needs another one, for the token that came with it.
+        until_growth = until_full + 1
+        num_steps = min(until_end, until_growth if num_filling <= manager.get_num_free_gpu_blocks() else until_full)
+        if num_steps > 1 and len(scheduler.waiting) != num_waiting_before:
+            num_steps = 1
+        return cls(core, now, num_steps, num_context_tokens, until_end, until_growth) if num_steps > 0 else None
 
     def cut(self, now: float) -> bool:
         """Leave out the steps that begin after `now`. Returns whether there were any."""
@@ -92,18 +99,17 @@ class QuietSteps:
     def apply(self) -> ReplicaLoad:
         """Advance the scheduler, the block tables and the counts. Returns the load when the last step ends."""
         core, scheduler, manager, num_steps = self._core, self._core.scheduler, self._core.block_manager, len(self.ends)
-        growing: list[Sequence] = []
-        others: list[Sequence] = []
-        is_last = False
-        for seq in self.sequences:  # by whether the last step needs a block for the newest token before it
-            num_tokens, num_slots = len(seq.token_ids), len(manager.block_tables[seq.seq_id]) * manager.block_size
-            (growing if num_tokens + num_steps - 1 > num_slots else others).append(seq)
-            is_last = is_last or num_tokens + num_steps >= seq.request.max_num_tokens
-        self._advance(growing, num_steps - 1)
-        for seq in growing:
-            manager.append_slots(seq)
-        if is_last:  # for some: then in order, because that is how their blocks are freed
-            self._advance(others, num_steps - 1)
+        sequences, growing = self.sequences, []
+        if num_steps == self._until_growth:  # the last step needs a block for the newest token before it
+            sequences = []
+            for seq in self.sequences:
+                is_full = len(seq.token_ids) + num_steps - 1 > len(manager.block_tables[seq.seq_id]) * manager.block_size
+                (growing if is_full else sequences).append(seq)
+            self._advance(growing, num_steps - 1)
+            for seq in growing:
+                manager.append_slots(seq)
+        if num_steps == self._until_end:  # in order, because that is how blocks are freed
+            self._advance(sequences, num_steps - 1)
             for seq in self.sequences:
                 self._advance([seq], 1)
                 if len(seq.token_ids) >= seq.request.max_num_tokens:
@@ -111,7 +117,7 @@ class QuietSteps:
                     seq.request.metrics.finished_time = self.ends[-1]
         else:
             self._advance(growing, 1)
-            self._advance(others, num_steps)
+            self._advance(sequences, num_steps)
         core.num_steps += num_steps
         core.outputs.num_generated_tokens += num_steps * len(self.sequences)
         num_used = manager.num_gpu_blocks - manager.get_num_free_gpu_blocks()
