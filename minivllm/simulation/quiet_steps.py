@@ -115,6 +115,7 @@ class QuietSteps:
                 if len(seq.token_ids) >= seq.request.max_num_tokens:
                     scheduler.finish_sequence(seq, SequenceStatus.FINISHED_LENGTH)
                     seq.request.metrics.finished_time = self.ends[-1]
+                    seq.request.sequences.clear()  # nobody needs them, and without the cycle they are freed at once
         else:
             self._advance(growing, 1)
             self._advance(sequences, num_steps)
