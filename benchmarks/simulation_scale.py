@@ -1,9 +1,9 @@
 """How much time and memory the simulator takes for many requests on many replicas.
 
-    python benchmarks/simulation_scale.py --replicas 1 1000 --requests 10000 1000000 --json scale.json
+    python benchmarks/simulation_scale.py 1x20000 1000x1000000 --json scale.json
 
-Each run is that of `minivllm simulate --replicas R --num-requests N --routing least-loaded`, in a process of its own that stays on one core. Requests
-arrive at the same rate for each replica.
+A run of 1000x1000000 is that of `minivllm simulate --replicas 1000 --num-requests 1000000 --routing least-loaded`, in a process of its own that stays
+on one core. Requests arrive at the same rate for each replica.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from minivllm.bench.report import format_table, report
 from minivllm.bench.workloads import generate_requests
 from minivllm.data_parallel.routing import ROUTERS
+from minivllm.entrypoints.cli.options import check_writable
 from minivllm.simulation.engine import simulate_replicas
 
 RATE = 3.73
@@ -51,17 +52,23 @@ def measure(num_replicas: int, num_requests: int, routing: str) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 1000], help="(default: %(default)s)")
-    parser.add_argument("--requests", type=int, nargs="+", default=[10_000, 1_000_000], help="(default: %(default)s)")
+    parser.add_argument(
+        "runs", nargs="*", default=["1x20000", "1000x1000000"], metavar="REPLICASxREQUESTS", help="(default: %(default)s)"
+    )
     parser.add_argument("--routing", default="least-loaded", choices=list(ROUTERS), help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--note", help="what else the machine did, for the title")
     arguments = parser.parse_args()
+    try:
+        sizes = [tuple(map(int, run.split("x"))) for run in arguments.runs]
+        assert all(len(size) == 2 and min(size) > 0 for size in sizes)
+    except (ValueError, AssertionError):
+        parser.error("a run is two numbers, of replicas and of requests, such as 1000x1000000")
+    check_writable(arguments.json)
     results = []
-    for num_requests in arguments.requests:
-        for num_replicas in arguments.replicas:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-                results.append(fresh.submit(measure, num_replicas, num_requests, arguments.routing).result())
+    for num_replicas, num_requests in sizes:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+            results.append(fresh.submit(measure, num_replicas, num_requests, arguments.routing).result())
     headers = (
         "replicas", "requests", "output tokens", "busy", "simulated", "took", "processor", "for a request", "a token", "peak memory",
     )  # fmt: skip

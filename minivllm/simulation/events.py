@@ -104,14 +104,22 @@ class SimulatedReplica:
         self.num_cuts += 1
         return True
 
-    def apply_quiet(self) -> None:
-        """Finish the quiet steps."""
+    def take_outputs(self) -> EngineCoreOutputs:
+        """The outputs of the step that has ended."""
+        assert self.outputs is not None
+        outputs, self.outputs = self.outputs, None
+        return outputs
+
+    def finish_quiet(self) -> QuietSteps:
+        """Apply the quiet steps, which have ended."""
         assert self.quiet is not None
-        last = self.quiet.began
-        for end in self.quiet.ends:
+        quiet, self.quiet = self.quiet, None
+        last = quiet.began
+        for end in quiet.ends:
             self.busy_seconds += end - last
             last = end
-        self.load, self.quiet = self.quiet.apply(), None
+        self.load = quiet.apply()
+        return quiet
 
 
 @lru_cache(maxsize=4096)
@@ -172,21 +180,18 @@ def run_requests(
             else:
                 index = ends[0][1]
                 replica = replicas[index]
-                if replica.outputs is not None:
-                    coordinator.report(index, replica.load, now)
-                    num_finished = tally.take(index, replica.outputs)
-                    replica.outputs = None
-                    if num_finished:
-                        num_unfinished -= num_finished
-                        bar.update(num_finished)
-                        for _ in range(num_finished):
-                            router.finish(index)
-                elif replica.quiet is not None:
-                    tally.take_quiet(replica.quiet)
-                    replica.apply_quiet()
-                    coordinator.report(index, replica.load, now)
-                else:
+                if replica.outputs is None and replica.quiet is None:
                     replica.step(may_skip)
+                else:
+                    if replica.quiet is not None:
+                        num_finished = tally.take_quiet(index, replica.finish_quiet())
+                    else:
+                        num_finished = tally.take(index, replica.take_outputs())
+                    coordinator.report(index, replica.load, now)
+                    num_unfinished -= num_finished
+                    for _ in range(num_finished):
+                        router.finish(index)
+                        bar.update()
                 if replica.outputs is not None or replica.core.has_unfinished_requests():
                     heapq.heapreplace(ends, (replica.clock.now, index, replica.num_cuts))
                 else:
@@ -265,19 +270,28 @@ class Tally:
             self.itl.add(gap, count)
         return num_finished
 
-    def take_quiet(self, quiet: QuietSteps) -> None:
-        """Count the tokens of quiet steps, before they are applied."""
-        ends, num_seqs = quiet.ends, len(quiet.sequences)
-        first, last, num_steps, gaps = ends[0], ends[-1], len(ends), []
+    def take_quiet(self, replica: int, quiet: QuietSteps) -> int:
+        """Count the tokens of quiet steps, which have been applied. Returns how many requests they finished."""
+        ends, num_finished, all_progress = quiet.ends, 0, self._progress
+        first, last, num_steps = ends[0], ends[-1], len(ends)
+        before, count = math.nan, 0
         for seq in quiet.sequences:
-            progress = self._progress[seq.request.request_id]
-            gaps.append(first - progress[0])
+            progress = all_progress[seq.request.request_id]
+            if progress[0] != before:  # all had their latest token at the same time, or nearly all
+                if count:
+                    self.itl.add(first - before, count)
+                before, count = progress[0], 0
+            count += 1
             progress[0] = last
             progress[1] += num_steps
-        for gap, count in Counter(gaps).items():
-            self.itl.add(gap, count)
+            if seq.finished:
+                del all_progress[seq.request.request_id]
+                self._finish(replica, seq.request.metrics, *progress)
+                num_finished += 1
+        self.itl.add(first - before, count)
         for start, end in pairwise(ends):
-            self.itl.add(end - start, num_seqs)
+            self.itl.add(end - start, len(quiet.sequences))
+        return num_finished
 
     def _finish(self, replica: int, metrics: RequestMetrics, now: float, num_tokens: int) -> None:
         assert metrics.time_to_first_token is not None

@@ -136,6 +136,7 @@ def test_ranks_in_stages_give_the_tokens_of_one(folders, name):
     assert sizes == [names, names, set(), set()]
 
 
+@pytest.mark.long
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=4),
     st.sets(st.integers(1, NUM_LAYERS - 1)),

@@ -305,6 +305,7 @@ def start_later(local, seconds):
     local._plan_restart = plan_later
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_another_is_started_for_one_that_dies_and_none_for_one_that_leaves(tiny_llama, alone, caplog):
     engine = AsyncLLMEngine.from_engine_args(args_for(tiny_llama), restart=True)

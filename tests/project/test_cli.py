@@ -201,7 +201,7 @@ def test_doctor_says_when_the_cache_cannot_be_used(capsys, monkeypatch, tmp_path
     assert "CANNOT BE USED" in capsys.readouterr().out
 
 
-@pytest.mark.long
+@pytest.mark.nightly  # it compiles all kernels anew
 @pytest.mark.slow
 def test_closed_standard_error_is_no_error(tiny_llama, tmp_path):
     code = f"""

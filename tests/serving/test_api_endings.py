@@ -264,6 +264,7 @@ def counted(server, name):
     return server.engine.metrics.count(name)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_dead_engine_is_replaced_under_a_server_that_goes_on():
     with running_server(restarting_engine) as server:

@@ -42,7 +42,7 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     ("replica_timeout", "cut_seconds", "words"),
     [
-        pytest.param(5, 30, "nothing was heard from it for 5 seconds", id="longer than the timeout"),
+        pytest.param(5, 30, "nothing was heard from it for 5 seconds", id="longer than the timeout", marks=pytest.mark.nightly),
         pytest.param(60, 16, "messages", id="long enough to lose messages"),
     ],
 )

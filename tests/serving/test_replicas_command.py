@@ -176,6 +176,7 @@ def test_restarted_one_after_another_under_load(served, expected, capsys):
     assert answer["streams_resumed"] == 0 and all(item["deaths"] == 0 for item in answer["replicas"])
 
 
+@pytest.mark.long
 def test_a_coordinator_that_is_killed_is_started_again(served, expected):
     (old,) = coordinators(served)
     with streams(served, expected):

@@ -129,7 +129,8 @@ class LessonChecks:
     with_other_input: ClassVar[frozenset[str]] = frozenset()
     """The checks on a real model that have random input, too, and so need no other to stand in for them."""
     every_wrong: ClassVar[int] = 5
-    """Every how many of the wrong answers one is tried without --long."""
+    every_right: ClassVar[int] = 3
+    """Every how many of the wrong and of the right answers one is tried without --long."""
     every: ClassVar[int | None] = None
     """Every how many of the small mistakes that `mutate_lesson.py` makes one is tried; None if the lesson has another test of them."""
 
@@ -147,11 +148,8 @@ class LessonChecks:
                 answers = read_answers(self.number, kind)
                 if kind == "right":
                     answers = combine(answers, read_cells(self.number))
-                often = self.every_wrong if kind == "wrong" else len(answers)
-                marks = [
-                    pytest.mark.long if place % often and not (kind == "right" and answer.about) else ()
-                    for place, answer in enumerate(answers)
-                ]
+                often = self.every_wrong if kind == "wrong" else self.every_right
+                marks = [pytest.mark.long if place % often else () for place in range(len(answers))]
                 metafunc.parametrize(
                     kind, [pytest.param(answer, marks=mark, id=answer.name) for answer, mark in zip(answers, marks, strict=True)]
                 )
