@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument(
         "--positions", type=int, default=NUM_POSITIONS, help="positions of prose to compare (default: %(default)s)"
     )
+    parser.add_argument("--note", default="", help="what a reader must know of this run, such as that the machine was busy")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args()
     check_writable(arguments.json)
@@ -59,10 +60,11 @@ def main() -> None:
         median, quality = statistics.median(seconds), qualities.get(name)
         words = ("", "") if quality is None else (f"{quality.agreement:.1%}", f"{quality.mean_kl:.4f} nats")
         rows.append((name, f"{1 / median:.1f}", f"{base / median:.2f}", *words))
-    title = f"Lesson 14's linear methods, one sequence, medians of {arguments.rounds} rounds in turns; {arguments.positions} positions of prose"
+    note = f"; {arguments.note}" if arguments.note else ""
+    title = f"Lesson 14's linear methods, one sequence, medians of {arguments.rounds} rounds in turns; {arguments.positions} positions of prose{note}"
     table = format_table(("weights", "tokens/s", "x float32", "same next token", "mean KL"), rows)
     results = {"seconds_per_token": times, "quality": {name: vars(quality) for name, quality in qualities.items()}}
-    report(OPTIONS["model"], f"{title}\n\n{table}", results, file=arguments.json)
+    report(title, table, {"model": OPTIONS["model"], "note": arguments.note} | results, file=arguments.json)
 
 
 if __name__ == "__main__":
