@@ -56,7 +56,8 @@ class Device:
         ids = list(ids)
         self.diary.append(f"launch {' '.join(ids)}")
         if len(self._steps) > 200:
-            fail("Expected an end. Got 200 launches. Look at when a request is launched no more: it has had max_tokens launches.")
+            look = "who takes part: a request that has had max_tokens launches does not"
+            fail(f"Expected: run returns.\nGot: more than 200 launches.\nLook at {look}.")
         step = {}
         for name in ids:
             place = self._places[name]

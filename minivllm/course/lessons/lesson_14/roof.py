@@ -16,8 +16,8 @@ class Sizes:
     """What a model's steps cost depends on these.
 
     Attributes:
-        layer_weights: Numbers in the linear layers, all layers together: every token is multiplied with them.
-        head_weights: Numbers in the head: only the last token of a sequence is multiplied with them.
+        layer_weights: Numbers in the linear layers, all layers together: every token is multiplied by them.
+        head_weights: Numbers in the head: only the last token of a sequence is multiplied by them.
         num_layers, num_heads, num_kv_heads, head_dim: Of attention.
         weight_bytes, cache_bytes: Bytes of a weight, and of a number in the KV cache.
     """
@@ -136,12 +136,10 @@ def check_roofline(least_seconds: Callable[..., Any], break_even: Callable[..., 
         weights = sizes.layer_weights + sizes.head_weights
         right = next_whole(peak * sizes.weight_bytes, 2 * bandwidth)
         known = {
-            "the batch from which it takes half as long: a multiply-add is two operations": next_whole(
-                peak * sizes.weight_bytes, bandwidth
-            ),
-            "what comes of the limits the wrong way round": next_whole(2 * bandwidth, peak * sizes.weight_bytes),
+            "twice the batch: a multiply-add is two operations": next_whole(peak * sizes.weight_bytes, bandwidth),
+            "what comes of bandwidth / peak, upside down": next_whole(2 * bandwidth, peak * sizes.weight_bytes),
             "rounded down: there, reading still takes longer": right - 1,
-            "independent of weight_bytes: fewer bytes are read sooner": next_whole(peak * 4, 2 * bandwidth),
+            "what it would be with 4 bytes, whatever weight_bytes is": next_whole(peak * 4, 2 * bandwidth),
         }
         with situation(said):
             got = break_even(sizes, peak, bandwidth)
@@ -183,5 +181,8 @@ def check_amdahl(amdahl: Callable[..., Any]) -> None:
             "the mean of 1 and the factor, weighted by time: times add up, speeds do not": 1 - share + share * factor,
         }
         expect_number(said, "speed-up", right, got[0], "the whole before, divided by the whole after", mistakes)
-        known = {"the share of the part, inverted: it is the rest that stays": total / profile[part], "the speed-up again": right}
+        known = {
+            "one divided by the share of the part: it is the rest that stays": total / profile[part],
+            "the speed-up again": right,
+        }
         expect_number(said, "most", most, got[1], "what is left when the part takes no time", known)

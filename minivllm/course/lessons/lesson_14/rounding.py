@@ -42,7 +42,7 @@ def _scale_suspects(x: Tensor, bits: int) -> Iterator[Suspect]:
     most, largest = 2 ** (bits - 1) - 1, x.abs().amax(dim=1, keepdim=True)
     small = {"min": SMALLEST}
     whole = (largest.amax() / most).expand(len(x), 1)
-    yield whole, "whose largest number that is: each row has its own scale"
+    yield whole, "which numbers the maximum is taken over: each row has its own scale"
     yield (x.amax(dim=1, keepdim=True) / most).clamp(**small), "the largest magnitude: the number may be negative"
     yield (largest / (most + 1)).clamp(**small), f"the range: with {bits} bits, the integers go from {-most} to {most}"
     yield (largest / (2 * most + 1)).clamp(**small), "the range: there are as many integers below zero as above"
@@ -55,7 +55,7 @@ def _int8_suspects(x: Tensor, scales: Tensor, bits: int) -> Iterator[Suspect]:
     most, steps = 2 ** (bits - 1) - 1, x / scales
     yield (
         steps.clamp(-most, most).to(torch.int8),
-        "the rounding: .to(torch.int8) cuts off what is behind the point; round before it",
+        "the rounding: .to(torch.int8) drops what is after the decimal point; round before it",
     )
     yield steps.clamp(-most, most).floor().to(torch.int8), "the rounding: to the nearest, not down"
     if bits != 8:
@@ -149,7 +149,7 @@ def _find_mistake(exact: np.ndarray, x: np.ndarray, weight: np.ndarray, first: i
     if (out[1:, first:last] == -7).all() and len(out) > 1:
         return "the tokens: every row of x"
     if (out[:, last - 1] == -7).all():
-        return "the outputs: the one before last belongs to them"
+        return "the last output: it is number last - 1"
     return "the loops: for each output and each token, the sum over all inputs, from zero on, in np.int32"
 
 
