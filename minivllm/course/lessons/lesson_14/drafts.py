@@ -134,7 +134,7 @@ def check_draw(draw_after_draft: Callable[..., Any]) -> None:
     for rng in rounds("draw", 80):
         weights = [rng.randint(1, 9) for _ in range(rng.randint(2, 5))]
         probabilities = [weight / sum(weights) for weight in weights]
-        token, u, v = rng.randrange(len(weights)), (rng.randrange(1008) + 0.5) / 1009, (rng.randrange(1008) + 0.5) / 1009
+        token, u, v = rng.randrange(len(weights)), rng.randrange(1, 1009) / 1009, rng.randrange(1, 1009) / 1009
         shown = [round(p, 3) for p in probabilities]
         said = f"draw_after_draft({shown}, draft={token}, u={u:.4f}, v={v:.4f})."
         right = _draw(probabilities, token, u, v)

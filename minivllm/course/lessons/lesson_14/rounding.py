@@ -113,13 +113,16 @@ def _expect_integers(said: str, right: Tensor, got: Any, suspects: Iterator[Susp
 def check_multiply(multiply: Callable[..., Any]) -> None:
     """Sums of products of 8-bit integers, exactly, for some of the outputs."""
     for rng in rounds("multiply", 12):
-        tokens, outputs, inputs = rng.randint(1, 3), rng.randint(3, 6), rng.choice((3, 40, 700))
+        tokens, outputs, inputs = rng.randint(1, 3), rng.randint(3, 6), rng.choice((3, 40, 1536))
         most = rng.choice((5, 127))
         numpy_rng = np.random.default_rng(rng.randrange(2**32))
         x = numpy_rng.integers(-most, most + 1, (tokens, inputs)).astype(np.int8)
         weight = numpy_rng.integers(-most, most + 1, (outputs, inputs)).astype(np.int8)
         if rng.random() < 0.5:
             x[:], weight[:] = np.abs(x) // 2 + most // 2, np.abs(weight) // 2 + most // 2  # sums that need many bits
+        if inputs == 1536 and rng.random() < 0.5:
+            x[:], weight[:] = 127, 127  # a sum that float32 cannot hold exactly
+            x[:, rng.randrange(inputs)] = 126
         first = rng.randrange(outputs - 1)
         last = rng.randint(first + 1, outputs)
         exact = x.astype(np.int64) @ weight.astype(np.int64).T
