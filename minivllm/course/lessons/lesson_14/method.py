@@ -156,7 +156,7 @@ def _output_suspects(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator
     inputs, weights = find_scales(_rotate(x)), find_scales(_rotate(weight))
     yield (
         compute(x, weight, bias, (False, True)),
-        "the inputs: they are rotated as the weight is, or the two do not belong together",
+        "the inputs: they are rotated once, as the weight is. round_inputs does that; rotated before it, they are what they were",
     )
     yield (
         compute(x, weight, bias, (True, False)),
@@ -169,6 +169,12 @@ def _output_suspects(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator
     yield (
         sums * scale * weights.T + (0 if bias is None else bias),
         "the scales of the inputs: each row has its own, or a token depends on the others in its batch",
+    )
+    before = find_scales(weight)
+    sums = to_int8(whole, inputs).float() @ to_int8(_rotate(weight), before).float().T
+    yield (
+        sums * inputs * before.T + (0 if bias is None else bias),
+        "process_weights_after_loading: rotate first, then find the scales of what is rotated",
     )
     yield plain / inputs + (0 if bias is None else bias), "the inputs' scales: the sums are in their steps, so multiply by them"
     yield (

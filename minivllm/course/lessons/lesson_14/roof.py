@@ -77,6 +77,7 @@ def _flop_mistakes(sizes: Sizes, new: list[int], contexts: list[int], flops: int
         - attention
         + attention * sizes.num_kv_heads / sizes.num_heads,
         "without attention": flops - attention,
+        "what it would be if a token did not see itself": flops - width * sum(new),
     }
 
 
@@ -111,8 +112,9 @@ def check_step_cost(step_cost_of: Callable[..., Any]) -> None:
             got = step_cost_of(sizes, list(new), list(contexts))
         is_pair = isinstance(got, (tuple, list)) and len(got) == 2
         expect(said, "what is returned", "a pair", "a pair" if is_pair else repr(got)[:80], "the last line: operations and bytes")
+        flop_mistakes = {"the bytes: operations come first": num_bytes, **_flop_mistakes(sizes, new, contexts, flops)}
         look = "the products with the weights first, then attention: pairs of a new token and a token that it sees"
-        expect_number(said, "operations", flops, got[0], look, _flop_mistakes(sizes, new, contexts, flops))
+        expect_number(said, "operations", flops, got[0], look, flop_mistakes)
         look = "the weights, what is read of the cache, and what is written to it"
         expect_number(said, "bytes", num_bytes, got[1], look, _byte_mistakes(sizes, new, contexts, num_bytes))
 
@@ -141,6 +143,7 @@ def check_roofline(least_seconds: Callable[..., Any], break_even: Callable[..., 
             "twice the batch: a multiply-add is two operations": next_whole(peak * sizes.weight_bytes, bandwidth),
             "what comes of bandwidth / peak, upside down": next_whole(2 * bandwidth, peak * sizes.weight_bytes),
             "rounded down: there, reading still takes longer": right - 1,
+            "not rounded: a batch is a whole number": peak * sizes.weight_bytes / (2 * bandwidth),
             "what it would be with 4 bytes, whatever weight_bytes is": next_whole(peak * 4, 2 * bandwidth),
         }
         with situation(said):

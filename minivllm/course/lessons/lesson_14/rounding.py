@@ -46,6 +46,9 @@ def _scale_suspects(x: Tensor, bits: int) -> Iterator[Suspect]:
     yield (x.amax(dim=1, keepdim=True) / most).clamp(**small), "the largest magnitude: the number may be negative"
     yield (largest / (most + 1)).clamp(**small), f"the range: with {bits} bits, the integers go from {-most} to {most}"
     yield (largest / (2 * most + 1)).clamp(**small), "the range: there are as many integers below zero as above"
+    yield largest.clamp(**small) / most, "a row of zeros: no scale is smaller than SMALLEST, so clamp after the division"
+    if bits != 8:
+        yield (largest / 127).clamp(**small), f"bits: with {bits}, the largest integer is {most}"
     yield largest.clamp(**small), "what a scale is: the largest magnitude divided by the largest integer"
     yield most / largest.clamp(**small), "what a scale is: what one integer step is worth, not its inverse"
     yield (largest[:, 0] / most).clamp(**small), "the shape: [rows, 1], so that it divides rows"
