@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minivllm.course.lessons.ranks import situation
-from minivllm.course.observations import expect, expect_number, rounds
+from minivllm.course.observations import expect, expect_number, rounds, see
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def check_step_cost(step_cost_of: Callable[..., Any]) -> None:
         expect_number(said, "operations", flops, got[0], look, flop_mistakes)
         look = "the weights, what is read of the cache, and what is written to it"
         expect_number(said, "bytes", num_bytes, got[1], look, _byte_mistakes(sizes, new, contexts, num_bytes))
+        see([round(number) for number in got])  # relative to the right ones, as they were seen above, they are always 1
 
 
 def check_roofline(least_seconds: Callable[..., Any], break_even: Callable[..., Any]) -> None:
@@ -191,3 +192,4 @@ def check_amdahl(amdahl: Callable[..., Any]) -> None:
             "the speed-up again": right,
         }
         expect_number(said, "most", most, got[1], "what is left when the part takes no time", known)
+        see([f"{float(number):.6g}" for number in got])
