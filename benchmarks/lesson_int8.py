@@ -2,7 +2,8 @@
 
     python benchmarks/lesson_int8.py --rounds 5 --json FILE
 
-"loop" is the loop that a learner writes, called from Python in every layer; "packed" are the same integers in the compiled layers.
+"loop" is the loop that a learner writes, called from Python in every layer; "packed" are the same integers in the compiled layers. "float32, not
+compiled" calls torch's product from Python in every layer, as "loop" does with the learner's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quality import NUM_POSITIONS, measure_quality
 from minivllm.bench.report import format_table, report
 from minivllm.course.lessons.lesson_14.engine import OPTIONS, load, seconds_per_token
 from minivllm.entrypoints.cli.options import check_writable
+from minivllm.layers.linear_methods import UnquantizedLinearMethod
 
 SOLUTION = Path(__file__).parents[1] / "solutions" / "14_making_it_fast.ipynb"
 
@@ -39,18 +41,24 @@ def main() -> None:
     parser.add_argument(
         "--positions", type=int, default=NUM_POSITIONS, help="positions of prose to compare (default: %(default)s)"
     )
+    parser.add_argument("--note", default="", help="what a reader must know of this run, such as that the machine was busy")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     arguments = parser.parse_args()
     check_writable(arguments.json)
     solution = read_solution()
-    llms = {"float32": load(), "loop": load(solution["MyInt8"]), "packed": load(solution["MyPackedInt8"])}
+    llms = {
+        "float32": load(),
+        "float32, not compiled": load(UnquantizedLinearMethod),
+        "loop": load(solution["MyInt8"]),
+        "packed": load(solution["MyPackedInt8"]),
+    }
     for llm in llms.values():
         seconds_per_token(llm)  # what is compiled at the first call is compiled now
     times: dict[str, list[float]] = {name: [] for name in llms}
     for _ in range(arguments.rounds):
         for name, llm in llms.items():
             times[name].append(seconds_per_token(llm, arguments.tokens))
-    engines = {name: llm.llm_engine for name, llm in llms.items()}
+    engines = {name: llms[name].llm_engine for name in ("float32", "loop", "packed")}
     qualities = {
         quality.quantization: quality for quality in measure_quality(engines.pop("float32"), engines, arguments.positions)
     }
@@ -59,10 +67,11 @@ def main() -> None:
         median, quality = statistics.median(seconds), qualities.get(name)
         words = ("", "") if quality is None else (f"{quality.agreement:.1%}", f"{quality.mean_kl:.4f} nats")
         rows.append((name, f"{1 / median:.1f}", f"{base / median:.2f}", *words))
-    title = f"Lesson 14's linear methods, one sequence, medians of {arguments.rounds} rounds in turns; {arguments.positions} positions of prose"
+    note = f"; {arguments.note}" if arguments.note else ""
+    title = f"Lesson 14's linear methods, one sequence, medians of {arguments.rounds} rounds in turns; {arguments.positions} positions of prose{note}"
     table = format_table(("weights", "tokens/s", "x float32", "same next token", "mean KL"), rows)
     results = {"seconds_per_token": times, "quality": {name: vars(quality) for name, quality in qualities.items()}}
-    report(OPTIONS["model"], f"{title}\n\n{table}", results, file=arguments.json)
+    report(title, table, {"model": OPTIONS["model"], "note": arguments.note} | results, file=arguments.json)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -60,7 +60,13 @@ class RooflinePoint(NamedTuple):
         return min(peak_flops, self.intensity * bandwidth)
 
 
-def draw_roofline(points: Sequence[RooflinePoint], peak_flops: float, bandwidth: float, title: str = "") -> Figure:
+def draw_roofline(
+    points: Sequence[RooflinePoint],
+    peak_flops: float,
+    bandwidth: float,
+    title: str = "",
+    peaks: Mapping[str, float] | None = None,
+) -> Figure:
     """Draw kernels below a machine's roof, on logarithmic axes, each with its name and percentage of the attainable speed.
 
     Args:
@@ -68,23 +74,36 @@ def draw_roofline(points: Sequence[RooflinePoint], peak_flops: float, bandwidth:
         peak_flops: The machine's peak floating-point operations per second.
         bandwidth: Its memory bandwidth in bytes per second. A kernel whose data stay in cache can exceed the roof.
         title: Above the figure.
+        peaks: Other peaks than `peak_flops`, for series that compute with another type of numbers. Each is drawn as a roof of its own, and
+            percentages are of a point's own roof.
 
     Raises:
         ConfigError: There are no points, or a number is not positive and finite.
     """
     if not points:
         raise ConfigError("A roofline needs at least one point.")
-    for name, numbers in [("the machine", (peak_flops, bandwidth)), *((p.name, (p.flops, p.bytes, p.seconds)) for p in points)]:
+    peaks = peaks or {}
+    for name, numbers in [
+        ("the machine", (peak_flops, bandwidth, *peaks.values())),
+        *((p.name, (p.flops, p.bytes, p.seconds)) for p in points),
+    ]:
         if not all(math.isfinite(number) and number > 0 for number in numbers):
             raise ConfigError(f"The numbers of {name} must be positive and finite, but are {numbers}.")
     figure = Figure(figsize=(9, 5.4), layout="constrained")
     axes = figure.add_subplot()
     ridge = peak_flops / bandwidth
-    left, right = min(ridge, *(p.intensity for p in points)) / 2, max(ridge, *(p.intensity for p in points)) * 4
+    intensities = [ridge, *(peak / bandwidth for peak in peaks.values()), *(p.intensity for p in points)]
+    left, right = min(intensities) / 2, max(intensities) * 4
     bottom = min(left * bandwidth, *(p.rate for p in points)) / 2
-    axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, max(peak_flops, *(p.rate for p in points)) * 2))
+    highest = max(peak_flops, *peaks.values(), *(p.rate for p in points))
+    axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, highest * 2))
     axes.plot([left, ridge, right], [left * bandwidth, peak_flops, peak_flops], color="black", linewidth=1.8, zorder=2)
     axes.plot([ridge, ridge], [bottom, peak_flops], color="#555555", linewidth=1, linestyle=(0, (4, 4)), zorder=1)
+    for peak in peaks.values():
+        begin = min(ridge, peak / bandwidth)
+        axes.plot(
+            [begin, peak / bandwidth, right], [begin * bandwidth, peak, peak], color="#555555", linewidth=1.4, zorder=2
+        )
     for i, series in enumerate(dict.fromkeys(point.series for point in points)):
         of_series = [point for point in points if point.series == series]
         axes.plot(
@@ -104,17 +123,24 @@ def draw_roofline(points: Sequence[RooflinePoint], peak_flops: float, bandwidth:
         axes.legend(loc="upper left", frameon=False, fontsize=9)
     axes.set_title(title, fontsize=11)
     figure.draw_without_rendering()  # labels are placed in pixels, so the layout must be known
-    _write_limits(axes, ridge, peak_flops, bandwidth, (left, right, bottom))
-    _write_labels(axes, points, peak_flops, bandwidth)
+    own = next((point.series for point in points if point.series not in peaks), "arithmetic") if peaks else "arithmetic"
+    taken = _write_limits(axes, {own: peak_flops, **peaks}, ridge, bandwidth, (left, right, bottom))
+    _write_labels(axes, points, lambda point: peaks.get(point.series, peak_flops), [peak_flops, *peaks.values()], bandwidth, taken)
     figure.set_layout_engine("none")
     return figure
 
 
-def _write_limits(axes: Axes, ridge: float, peak: float, bandwidth: float, ends: tuple[float, float, float]) -> None:
+def _write_limits(
+    axes: Axes, peaks: Mapping[str, float], ridge: float, bandwidth: float, ends: tuple[float, float, float]
+) -> list[Bbox]:
+    """Label the roofs, the slope and the ridge. Returns the space that the roofs' labels take, in points."""
     left, right, bottom = ends
     offset = {"textcoords": "offset points", "fontsize": 9}
-    axes.annotate(f"arithmetic: {_gigas(peak)} GFLOP/s", (right, peak), (-4, 5), ha="right", **offset)
-    (x0, y0), (x1, y1) = axes.transData.transform([(left, left * bandwidth), (ridge, peak)])
+    labels = [
+        axes.annotate(f"{name}: {_gigas(rate)} GFLOP/s", (right, rate), (-4, 5), ha="right", **offset)
+        for name, rate in peaks.items()
+    ]
+    (x0, y0), (x1, y1) = axes.transData.transform([(left, left * bandwidth), (ridge, ridge * bandwidth)])
     axes.annotate(
         f"memory: {_gigas(bandwidth)} GB/s", (left, left * bandwidth), (14, 20), va="bottom",
         rotation=math.degrees(math.atan2(y1 - y0, x1 - x0)), rotation_mode="anchor", **offset,
@@ -123,13 +149,22 @@ def _write_limits(axes: Axes, ridge: float, peak: float, bandwidth: float, ends:
     axes.annotate(text, (ridge, bottom), (5, 5), textcoords="offset points", fontsize=8, color="#555555", va="bottom")
     text = "%: of the speed that the roof allows"
     axes.text(0.995, 0.1, text, ha="right", va="bottom", fontsize=8, color="#555555", transform=axes.transAxes)
+    scale = axes.figure.dpi / 72
+    return [Bbox(label.get_window_extent().get_points() / scale) for label in labels]
 
 
-def _write_labels(axes: Axes, points: Sequence[RooflinePoint], peak: float, bandwidth: float) -> None:
+def _write_labels(
+    axes: Axes,
+    points: Sequence[RooflinePoint],
+    peak_of: Callable[[RooflinePoint], float],
+    peaks: Sequence[float],
+    bandwidth: float,
+    taken: list[Bbox],
+) -> None:
     """Label each point, in columns where several are close, with a line where the label had to be moved away."""
     to_pixels, scale = axes.transData.transform, axes.figure.dpi / 72
     places = {id(point): to_pixels((point.intensity, point.rate)) / scale for point in points}
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places.values()]
+    taken = taken + [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places.values()]
     columns: list[list[RooflinePoint]] = []
     for point in sorted(points, key=lambda point: point.intensity):
         if columns and places[id(point)][0] - places[id(columns[-1][-1])][0] < _COLUMN:
@@ -139,7 +174,7 @@ def _write_labels(axes: Axes, points: Sequence[RooflinePoint], peak: float, band
     height = 1.25 * _LABEL_SIZE
     for column in sorted(columns, key=len, reverse=True):
         column.sort(key=lambda point: -point.rate)
-        texts = [f"{point.name}, {point.rate / point.attainable(peak, bandwidth):.0%}" for point in column]
+        texts = [f"{point.name}, {point.rate / point.attainable(peak_of(point), bandwidth):.0%}" for point in column]
         width = 0.6 * _LABEL_SIZE * max(map(len, texts))
         lines = _spread([float(places[id(point)][1]) for point in column], height)
         x = float(places[id(column[0])][0])
@@ -147,7 +182,7 @@ def _write_labels(axes: Axes, points: Sequence[RooflinePoint], peak: float, band
         for dx, dy in itertools.product(_ASIDE[2 if moved else 0 :], _UP):  # leave room for the lines
             left = x + dx if dx > 0 else x + dx - width
             boxes = [Bbox.from_bounds(left, line + dy - height / 2, width, height) for line in lines]
-            if all(_is_free(axes, box, taken, peak, bandwidth) for box in boxes):
+            if all(_is_free(axes, box, taken, peaks, bandwidth) for box in boxes):
                 break
         taken += boxes
         for point, text, line in zip(column, texts, lines, strict=True):
@@ -175,13 +210,14 @@ def _middle(group: list[float]) -> float:
     return sum(group) / len(group)
 
 
-def _is_free(axes: Axes, box: Bbox, taken: list[Bbox], peak: float, bandwidth: float) -> bool:
-    """Whether a label, in points, would overlap no other label, nor the roof, nor the edge of the axes."""
+def _is_free(axes: Axes, box: Bbox, taken: list[Bbox], peaks: Sequence[float], bandwidth: float) -> bool:
+    """Whether a label, in points, would overlap no other label, nor a roof, nor the edge of the axes."""
     scale = axes.figure.dpi / 72
     corners = box.corners() * scale
     inside = all(axes.bbox.contains(x, y) for x, y in corners)
-    sides = {rate < min(peak, intensity * bandwidth) for intensity, rate in axes.transData.inverted().transform(corners)}
-    return inside and len(sides) == 1 and not any(box.overlaps(other) for other in taken)
+    places = axes.transData.inverted().transform(corners)
+    is_on_one_side = all(len({rate < min(peak, intensity * bandwidth) for intensity, rate in places}) == 1 for peak in peaks)
+    return inside and is_on_one_side and not any(box.overlaps(other) for other in taken)
 
 
 def _gigas(value: float) -> str:

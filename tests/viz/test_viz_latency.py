@@ -230,6 +230,20 @@ def test_a_roofline_has_the_roof_the_ridge_and_a_percentage_for_each_point():
     assert figure.axes[0].get_ylabel() == "speed (GFLOP/s)"
 
 
+def test_numbers_of_another_type_have_a_roof_of_their_own():
+    points = [
+        RooflinePoint("single", 400e9, 10e9, 1.0, "float32"),
+        RooflinePoint("half", 800e9, 10e9, 1.0, "bfloat16"),
+        RooflinePoint("slow", 16e9, 1e9, 1.0, "bfloat16"),
+    ]
+    figure = draw_roofline(points, peak_flops=800e9, bandwidth=100e9, peaks={"bfloat16": 1600e9})
+    expected = {"single, 50%", "half, 50%", "slow, 1%", "float32: 800 GFLOP/s", "bfloat16: 1,600 GFLOP/s"}
+    assert expected <= set(texts_of(figure))
+    assert list(figure.axes[0].lines[2].get_ydata()) == [800e9, 1600e9, 1600e9]
+    with pytest.raises(ConfigError, match="The numbers of the machine"):
+        draw_roofline(points, 800e9, 100e9, peaks={"bfloat16": 0.0})
+
+
 @pytest.mark.parametrize("flops,size,seconds", [(0, 1, 1), (1, -1, 1), (1, 1, math.nan)])
 def test_a_roofline_refuses_what_is_not_a_measurement(flops, size, seconds):
     with pytest.raises(ConfigError, match="The numbers of p must be positive and finite"):

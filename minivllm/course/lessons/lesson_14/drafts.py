@@ -66,12 +66,12 @@ def _draft_mistakes(text: list[int], longest: int, shortest: int, count: int) ->
     yield find(up, latest), "which n-gram: try the longest first"
     yield find(down, lambda n: range(len(text) - 2 * n, -1, -1)), "occurrences that overlap with the end: they count, too"
     yield find(range(longest, 0, -1), latest), f"shorter n-grams than shortest={shortest}: they are not looked up"
-    yield find(range(longest, shortest, -1), latest), f"the n-grams: those of length shortest={shortest} belong to them"
-    yield find(range(longest - 1, shortest - 1, -1), latest), f"the n-grams: those of length longest={longest} belong to them"
+    yield find(range(longest, shortest, -1), latest), f"the n-grams: length shortest={shortest} is included"
+    yield find(range(longest - 1, shortest - 1, -1), latest), f"the n-grams: length longest={longest} is included"
     for n in down:
-        yield find(down, latest, -n), "where the drafts begin: behind the n-gram, not with it"
-    yield find(down, latest, 1), "where the drafts begin: directly behind the n-gram"
-    yield find(down, latest, -1), "where the drafts begin: directly behind the n-gram"
+        yield find(down, latest, -n), "where the drafts begin: after the n-gram, which is not a draft itself"
+    yield find(down, latest, 1), "where the drafts begin: directly after the n-gram"
+    yield find(down, latest, -1), "where the drafts begin: directly after the n-gram"
     yield find(down, latest, extra=1), f"how many: num_tokens={count}"
     yield right[:-1], f"how many: num_tokens={count}"
 
@@ -134,7 +134,7 @@ def check_draw(draw_after_draft: Callable[..., Any]) -> None:
     for rng in rounds("draw", 80):
         weights = [rng.randint(1, 9) for _ in range(rng.randint(2, 5))]
         probabilities = [weight / sum(weights) for weight in weights]
-        token, u, v = rng.randrange(len(weights)), (rng.randrange(1008) + 0.5) / 1009, (rng.randrange(1008) + 0.5) / 1009
+        token, u, v = rng.randrange(len(weights)), rng.randrange(1, 1009) / 1009, rng.randrange(1, 1009) / 1009
         shown = [round(p, 3) for p in probabilities]
         said = f"draw_after_draft({shown}, draft={token}, u={u:.4f}, v={v:.4f})."
         right = _draw(probabilities, token, u, v)

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from minivllm import LLM
 from minivllm.config import ModelConfig
 from minivllm.course.observations import expect
-from minivllm.entrypoints.llm import LLM
 from minivllm.layers.platform import Platform
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.registry import MODELS
@@ -76,11 +76,11 @@ def compare(reference: Tensor, logits: Tensor) -> tuple[float, float]:
     return float(divergence.double().mean()), float((right.argmax(-1) == mine.argmax(-1)).double().mean())
 
 
-def seconds_per_token(llm: LLM, num_tokens: int = 24) -> float:
-    """Of decoding one sequence."""
+def seconds_per_token(llm: LLM, num_tokens: int = 24, prompt: str = PROMPT) -> float:
+    """Of one sequence, its prompt included: with a short one it is the time of a decode step, with a single token that of a prefill."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     start = time.perf_counter()
-    llm.generate([PROMPT], params, use_tqdm=False)
+    llm.generate([prompt], params, use_tqdm=False)
     return (time.perf_counter() - start) / num_tokens
 
 

@@ -56,7 +56,8 @@ class Device:
         ids = list(ids)
         self.diary.append(f"launch {' '.join(ids)}")
         if len(self._steps) > 200:
-            fail("Expected an end. Got 200 launches. Look at when a request is launched no more: it has had max_tokens launches.")
+            look = "who takes part: a request that has had max_tokens launches does not"
+            fail(f"Expected: run returns.\nGot: more than 200 launches.\nLook at {look}.")
         step = {}
         for name in ids:
             place = self._places[name]
@@ -104,11 +105,12 @@ def make_requests(rng: random.Random) -> tuple[list[Asked], dict[str, list[int]]
     """Requests, some of which stop early, and the tokens that the device has for them."""
     requests, texts = [], {}
     for name in "ABCD"[: rng.randint(1, 4)]:
-        most = rng.randint(1, 7)
+        most, stop_token = rng.randint(1, 7), rng.randint(10, 12)
         texts[name] = [rng.randint(1, 9) for _ in range(most + 3)]
-        if rng.random() < 0.6:
-            texts[name][rng.randrange(most)] = 0
-        requests.append(Asked(name, most, 0))
+        for token in (stop_token, rng.randint(10, 12)):  # its own, and perhaps another's
+            if rng.random() < 0.6:
+                texts[name][rng.randrange(most)] = token
+        requests.append(Asked(name, most, stop_token))
     return requests, texts
 
 
@@ -116,8 +118,10 @@ def check_in_flight(run: Callable[..., Any]) -> None:
     """The device always has a step to go on with, and nobody sees a token too many."""
     for rng in rounds("flight", 40):
         requests, texts = make_requests(rng)
-        ends = [f"{r.id} gets {' '.join(map(str, texts[r.id]))} …, at most {r.max_tokens}" for r in requests]
-        said = f"run({'; '.join(ends)}), and 0 is the stop token."
+        ends = [
+            f"{r.id} gets {' '.join(map(str, texts[r.id]))} …, at most {r.max_tokens}, {r.stop_token} stops it" for r in requests
+        ]
+        said = f"run({'; '.join(ends)})."
         right, mine = Device(texts), Device(texts)
         expected = run_in_flight(requests, right)
         with situation(said):

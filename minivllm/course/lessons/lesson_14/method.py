@@ -156,7 +156,7 @@ def _output_suspects(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator
     inputs, weights = find_scales(_rotate(x)), find_scales(_rotate(weight))
     yield (
         compute(x, weight, bias, (False, True)),
-        "the inputs: they are rotated as the weight is, or the two do not belong together",
+        "the inputs: they are rotated once, as the weight is. round_inputs does that; rotated before it, they are what they were",
     )
     yield (
         compute(x, weight, bias, (True, False)),
@@ -169,6 +169,12 @@ def _output_suspects(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator
     yield (
         sums * scale * weights.T + (0 if bias is None else bias),
         "the scales of the inputs: each row has its own, or a token depends on the others in its batch",
+    )
+    before = find_scales(weight)
+    sums = to_int8(whole, inputs).float() @ to_int8(_rotate(weight), before).float().T
+    yield (
+        sums * inputs * before.T + (0 if bias is None else bias),
+        "process_weights_after_loading: rotate first, then find the scales of what is rotated",
     )
     yield plain / inputs + (0 if bias is None else bias), "the inputs' scales: the sums are in their steps, so multiply by them"
     yield (
@@ -190,7 +196,7 @@ def check_method(method_cls: Any) -> None:
         outputs, inputs, tokens = rng.randint(3, 9), 64 * rng.randint(1, 3), rng.randint(2, 4)
         weight, x = some_outliers(rng, outputs, inputs) * 0.02, some_outliers(rng, tokens, inputs)
         x[rng.randrange(tokens)] *= 300
-        bias = 50 * make_tensor(rng, outputs) if rng.random() < 0.6 else None
+        bias = 3 * make_tensor(rng, outputs) if rng.random() < 0.6 else None
         said = f"A layer of {inputs} inputs and {outputs} outputs, {'without' if bias is None else 'with'} bias; {tokens} tokens."
         with situation(said):
             layer, method = make_layer(method_cls, weight, bias)
@@ -207,10 +213,21 @@ def check_method(method_cls: Any) -> None:
 
 
 def _check_memory(said: str, layer: Linear, method: LinearMethod, weight: Tensor) -> None:
-    held = sum(x.untyped_storage().nbytes() for x in vars(method).values() if isinstance(x, Tensor) and x.dim() == 2)
+    held = sum(x.untyped_storage().nbytes() for x in _tensors(vars(method)))
     look = "process_weights_after_loading: the layer gives up its weight, layer.weight = None, and the method keeps integers and scales"
     expect(said, "weight of the layer after loading", None, None if layer.weight is None else list(layer.weight.shape), look)
     expect(said, "is the method smaller than half of the float32 weight?", True, 2 * held < weight.nbytes, look)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _check_rows(said: str, rng: random.Random, method: LinearMethod, weight: Tensor) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minivllm.course.lessons.ranks import situation
-from minivllm.course.observations import expect, expect_number, rounds
+from minivllm.course.observations import expect, expect_number, rounds, see
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Sizes:
     """What a model's steps cost depends on these.
 
     Attributes:
-        layer_weights: Numbers in the linear layers, all layers together: every token is multiplied with them.
-        head_weights: Numbers in the head: only the last token of a sequence is multiplied with them.
+        layer_weights: Numbers in the linear layers, all layers together: every token is multiplied by them.
+        head_weights: Numbers in the head: only the last token of a sequence is multiplied by them.
         num_layers, num_heads, num_kv_heads, head_dim: Of attention.
         weight_bytes, cache_bytes: Bytes of a weight, and of a number in the KV cache.
     """
@@ -77,6 +77,7 @@ def _flop_mistakes(sizes: Sizes, new: list[int], contexts: list[int], flops: int
         - attention
         + attention * sizes.num_kv_heads / sizes.num_heads,
         "without attention": flops - attention,
+        "what it would be if a token did not see itself": flops - width * sum(new),
     }
 
 
@@ -104,17 +105,19 @@ def check_step_cost(step_cost_of: Callable[..., Any]) -> None:
     for rng in rounds("cost", 40):
         sizes, count = make_sizes(rng), rng.randint(2, 4)
         new = [rng.choice((1, rng.randint(2, 9))) for _ in range(count)]
-        contexts = [n + rng.randrange(1, 12) for n in new]
+        contexts = [n + rng.choice((0, rng.randrange(1, 12))) for n in new]
         said = f"step_cost({sizes}, new={new}, contexts={contexts})."
         flops, num_bytes = step_cost(sizes, new, contexts)
         with situation(said):
             got = step_cost_of(sizes, list(new), list(contexts))
         is_pair = isinstance(got, (tuple, list)) and len(got) == 2
         expect(said, "what is returned", "a pair", "a pair" if is_pair else repr(got)[:80], "the last line: operations and bytes")
+        flop_mistakes = {"the bytes: operations come first": num_bytes, **_flop_mistakes(sizes, new, contexts, flops)}
         look = "the products with the weights first, then attention: pairs of a new token and a token that it sees"
-        expect_number(said, "operations", flops, got[0], look, _flop_mistakes(sizes, new, contexts, flops))
+        expect_number(said, "operations", flops, got[0], look, flop_mistakes)
         look = "the weights, what is read of the cache, and what is written to it"
         expect_number(said, "bytes", num_bytes, got[1], look, _byte_mistakes(sizes, new, contexts, num_bytes))
+        see([round(number) for number in got])  # relative to the right ones, as they were seen above, they are always 1
 
 
 def check_roofline(least_seconds: Callable[..., Any], break_even: Callable[..., Any]) -> None:
@@ -132,16 +135,17 @@ def check_roofline(least_seconds: Callable[..., Any], break_even: Callable[..., 
             got = least_seconds(flops, num_bytes, peak, bandwidth)
         expect_number(said, "seconds", max(compute, memory), got, "which of the two takes longer", mistakes)
         sizes = replace(make_sizes(rng), weight_bytes=rng.choice((1, 4)))
+        if peak * sizes.weight_bytes % (2 * bandwidth) == 0:  # with powers of two, a tie is exact however it is computed
+            peak, bandwidth = 2.0 ** rng.randint(36, 39), 2.0 ** rng.randint(28, 32)
         said = f"break_even({sizes}, peak={peak:.4g}, bandwidth={bandwidth:.4g})."
         weights = sizes.layer_weights + sizes.head_weights
         right = next_whole(peak * sizes.weight_bytes, 2 * bandwidth)
         known = {
-            "the batch from which it takes half as long: a multiply-add is two operations": next_whole(
-                peak * sizes.weight_bytes, bandwidth
-            ),
-            "what comes of the limits the wrong way round": next_whole(2 * bandwidth, peak * sizes.weight_bytes),
+            "twice the batch: a multiply-add is two operations": next_whole(peak * sizes.weight_bytes, bandwidth),
+            "what comes of bandwidth / peak, upside down": next_whole(2 * bandwidth, peak * sizes.weight_bytes),
             "rounded down: there, reading still takes longer": right - 1,
-            "independent of weight_bytes: fewer bytes are read sooner": next_whole(peak * 4, 2 * bandwidth),
+            "not rounded: a batch is a whole number": peak * sizes.weight_bytes / (2 * bandwidth),
+            "what it would be with 4 bytes, whatever weight_bytes is": next_whole(peak * 4, 2 * bandwidth),
         }
         with situation(said):
             got = break_even(sizes, peak, bandwidth)
@@ -183,5 +187,9 @@ def check_amdahl(amdahl: Callable[..., Any]) -> None:
             "the mean of 1 and the factor, weighted by time: times add up, speeds do not": 1 - share + share * factor,
         }
         expect_number(said, "speed-up", right, got[0], "the whole before, divided by the whole after", mistakes)
-        known = {"the share of the part, inverted: it is the rest that stays": total / profile[part], "the speed-up again": right}
+        known = {
+            "one divided by the share of the part: it is the rest that stays": total / profile[part],
+            "the speed-up again": right,
+        }
         expect_number(said, "most", most, got[1], "what is left when the part takes no time", known)
+        see([f"{float(number):.6g}" for number in got])
