@@ -34,7 +34,7 @@ def test_a_fleet_is_simulated_once_and_its_price_is_that_of_all_machines():
     first = run_fleet(plan, sample)
     assert first.completed == len(sample.requests) and first.num_replicas == 3
     assert run_fleet(plan, sample) is first and run_fleet(Plan(MACHINE, 8, 2), sample) is not first
-    assert plan.price == 6.0 and str(plan) == "3 machines of kind A, 8 seats each: 6.00 an hour"
+    assert plan.price == 6.0 and str(plan) == "3 machines of kind A, 8 seats each: $6.00 an hour"
 
 
 def test_goals_are_kept_by_a_p99_that_is_as_long_as_they_are():
