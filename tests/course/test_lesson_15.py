@@ -15,6 +15,8 @@ from minivllm.course.lessons.fleets import FleetGoals, Machine, Plan, Sample, ru
 from minivllm.course.lessons.lesson_15.days import LATE, STARTUP, TICK, day_rates, run_day
 from minivllm.course.lessons.lesson_15.fleet import make_sample, number_up
 from minivllm.course.lessons.lesson_15.replicas import probability, smallest_total
+from minivllm.course.lessons.lesson_15.scaling import check_scaler
+from minivllm.course.lessons.planning import Patient, run_separate, run_with_failure
 from minivllm.executor.simulated import CostModel
 from minivllm.viz.engine_map import PARTS, USED, draw_engine_map
 
@@ -34,7 +36,7 @@ def test_a_fleet_is_simulated_once_and_its_price_is_that_of_all_machines():
     first = run_fleet(plan, sample)
     assert first.completed == len(sample.requests) and first.num_replicas == 3
     assert run_fleet(plan, sample) is first and run_fleet(Plan(MACHINE, 8, 2), sample) is not first
-    assert plan.price == 6.0 and str(plan) == "3 machines of kind A, 8 seats each: 6.00 an hour"
+    assert plan.price == 6.0 and str(plan) == "3 machines of kind A, 8 seats each: $6.00 an hour"
 
 
 def test_goals_are_kept_by_a_p99_that_is_as_long_as_they_are():
@@ -87,6 +89,31 @@ def test_too_few_replicas_make_requests_late_and_the_queue_grows():
 def test_a_start_soon_after_a_stop_is_a_flap():
     soon, later = (run_day(Constant(2, 3, when=when), [1.0] * 200, capacity=4.0, start=3).flaps for when in (600.0, 1200.0))
     assert (soon, later) == (1, 0)
+
+
+def test_a_stop_makes_one_flap_however_many_orders_follow():
+    class Climb:
+        def decide(self, observed):
+            return 2 if observed.now < 60 else 2 + int(observed.now // 60)
+
+    assert run_day(Climb(), [1.0] * 60, capacity=4.0, start=5).flaps == 1
+
+
+def test_a_replica_that_dies_loses_no_request_and_the_others_have_longer_waits():
+    plan, sample = Plan(MACHINE, 8, 3), make_sample(random.Random(0), "a minute", 60, 100, 8, count=60)
+    run, moved = run_with_failure(plan, sample, after=sample.seconds / 2)
+    assert run.completed == len(sample.requests) and moved > 0 and run.num_requests == len(sample.requests) + moved
+    assert run.ttft.p99 >= run_fleet(plan, sample).ttft.p99
+
+
+def test_separate_machines_answer_all_and_no_prompt_comes_between_two_tokens():
+    plan, sample = Plan(MACHINE, 8, 4), make_sample(random.Random(0), "a minute", 60, 400, 8, count=60)
+    apart = run_separate(plan, sample, num_prefill=2, transfer=1e-6)
+    assert apart.itl.p99 < run_fleet(plan, sample).itl.p99 and apart.second.p50 > apart.itl.p50
+
+
+def test_the_walkthroughs_patient_rule_passes_the_exercises_check():
+    check_scaler(lambda capacity: Patient(0.7 * capacity))
 
 
 def test_a_burst_lasts_half_an_hour():

@@ -39,7 +39,7 @@ class Day:
 
     Attributes:
         times, rates, ready, waits: In each tick: the moment, requests a second, replicas that answered, the wait in seconds.
-        flaps: How often replicas were started within 15 minutes after some had been stopped.
+        flaps: How often replicas were started within 15 minutes after some had been stopped: once at most for each stop.
         late: The share of requests that waited longer than `LATE`.
         replica_hours: What is paid for: replicas that start cost as much as those that answer.
     """
@@ -97,6 +97,7 @@ def run_day(scaler: Any, rates: list[float], capacity: float, start: int) -> Day
         current = ready + len(starting)
         if wanted > current:
             day.flaps += now - stopped < 900
+            stopped = -math.inf
             starting += [now + STARTUP] * (wanted - current)
         elif wanted < current:
             stopped = now

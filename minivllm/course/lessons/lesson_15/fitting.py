@@ -1,4 +1,4 @@
-"""The checks of lesson 15 for the price of a step."""
+"""The checks of lesson 15 for what a step costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minivllm.course.observations import expect, expect_number, rounds
 from minivllm.executor.simulated import CostModel, StepWork
 
 NAMES = ("fixed", "per_prefill_token", "per_decode_seq", "per_context_token")
-"""The four prices that are fitted: fields of `CostModel`."""
+"""The four coefficients that are fitted: fields of `CostModel`."""
 Steps = list[tuple[StepWork, float]]
 """Steps, and the seconds that they took."""
 
@@ -27,7 +27,7 @@ def random_costs(rng: random.Random) -> CostModel:
 
 
 def random_steps(rng: random.Random, costs: CostModel, count: int, noise: float) -> Steps:
-    """Steps of a machine, each up to `noise` slower or faster than its price says: some with prompts, most without."""
+    """Steps of a machine, each up to `noise` slower or faster than its cost says: some with prompts, most without."""
     steps = []
     for _ in range(count):
         prefill = rng.choice((0, 0, rng.randint(1, 2000)))
@@ -59,29 +59,27 @@ def solve_twice(steps: Steps, limit: float = 1.5) -> list[float]:
 def _compare(said: str, right: list[float], got: Any, look: str, others: dict[str, list[float]]) -> None:
     expect(
         said,
-        "what comes back",
+        "type of the result",
         "CostModel",
         type(got).__name__,
-        "what the function returns: a `CostModel`, with the four prices by name",
+        "what the function returns: a `CostModel`, with the four coefficients by name",
     )
     for i, name in enumerate(NAMES):
         shown = f"{name} (µs)"
         mistakes = {words: 1e6 * wrong[i] for words, wrong in others.items()}
         expect_number(said, shown, 1e6 * right[i], 1e6 * getattr(got, name), look, mistakes, tolerance=1e-4)
     others_of = {name: value for name, value in vars(got).items() if name not in NAMES and value}
-    expect(said, "other prices than the four", {}, others_of, "the arguments of `CostModel`: only these four")
+    expect(said, "further coefficients that are not 0", {}, others_of, "the arguments of `CostModel`: only these four")
 
 
 def check_fit(fit: Any) -> None:
-    """The four prices, exactly where the steps are exact, and with the least relative errors where they are not."""
+    """The four coefficients, exactly where the steps are exact, and with the least relative errors where they are not."""
     for rng in rounds("exact", 6):
         costs = random_costs(rng)
         steps = random_steps(rng, costs, 60, 0.0)
         right = [getattr(costs, name) for name in NAMES]
-        look = (
-            "the columns of the matrix: 1 for each step, prefill_tokens, decode_seqs, context_tokens, in the order of the prices"
-        )
-        _compare("60 steps without any noise.", right, fit(steps), look, {"in milliseconds": [1e3 * price for price in right]})
+        look = "the columns of the matrix: 1 for each step, prefill_tokens, decode_seqs, context_tokens, in the order of the coefficients"
+        _compare("60 steps without any noise.", right, fit(steps), look, {"in milliseconds": [1e3 * value for value in right]})
     for rng in rounds("noise", 6):
         steps = random_steps(rng, random_costs(rng), 80, 0.15)
         look = "how you weigh: divide each row of the matrix, and its seconds, by the seconds of the step, so that every relative error counts alike"

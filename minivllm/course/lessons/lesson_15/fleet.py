@@ -112,10 +112,10 @@ def _describe(situation: Situation) -> str:
         f"{sample.name}: {len(sample.requests) / sample.seconds:.1f} requests a second" for sample in situation.traffic
     )
     prices = "; ".join(
-        f"{machine.name}: {machine.price:.2f} an hour, up {machine.availability:.0%}" for machine in situation.prices
+        f"{machine.name}: ${machine.price:.2f} an hour, up {machine.availability:.0%}" for machine in situation.prices
     )
     goals = situation.goals
-    return f"Traffic: {traffic}. Prices: {prices}. Goals: p99 of TTFT {goals.ttft:g} s, of ITL {goals.itl * 1e3:g} ms, in {goals.availability:.1%} of the time."
+    return f"Traffic: {traffic}. Prices: {prices}. Goals: p99 of TTFT {goals.ttft:g} s, of ITL {goals.itl * 1e3:g} ms, {goals.availability:.1%} of the time."
 
 
 def check_choose_fleet(choose_fleet: Any) -> None:
@@ -184,5 +184,5 @@ def _expect_cheap(said: str, plan: Plan, reference: Plan) -> None:
         look = "what you compare: the price of the whole fleet with its spares, not the number of machines, nor a machine's price, nor the fleet without spares"
     require(
         True, plan.price <= MARGIN * reference.price,
-        f"{said}\nExpected: {reference.price:.2f} an hour at the most, and {MARGIN - 1:.0%} more\nGot: {plan}\nLook at {look}.",
+        f"{said}\nExpected: ${MARGIN * reference.price:.2f} an hour at the most (the cheapest that was found costs ${reference.price:.2f})\nGot: {plan}\nLook at {look}.",
     )  # fmt: skip

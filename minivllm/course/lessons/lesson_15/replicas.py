@@ -58,16 +58,16 @@ def check_bound(busy_seconds: Any, bound: Any) -> None:
             {words: 1e3 * wrong for words, wrong in mistakes.items() if wrong != right},
         )
     for rng in rounds("bound", 40):
-        machine, seats, most_busy = Machine("A", 2.0, random_costs(rng)), rng.choice((8, 64)), rng.choice((0.5, 0.7, 0.8))
+        machine, seats, max_utilization = Machine("A", 2.0, random_costs(rng)), rng.choice((8, 64)), rng.choice((0.5, 0.7, 0.8))
         sample = random_sample(rng, rng.randint(30, 60))
         works = [work_of(request, machine, seats) for request in sample.requests]
-        needed = sum(works) / sample.seconds / most_busy
+        needed = sum(works) / sample.seconds / max_utilization
         right, always = math.ceil(needed), math.ceil(sum(works) / sample.seconds)
-        from_zero = math.ceil(sum(works) / sample.requests[-1].arrival_time / most_busy)
+        from_zero = math.ceil(sum(works) / sample.requests[-1].arrival_time / max_utilization)
         if abs(needed - round(needed)) < 1e-6 or len({right, right - 1, always, from_zero}) < 4:
             continue  # a mistake would not show, or not which one
-        got = bound(sample, machine, seats, most_busy)
-        said = f"{len(works)} requests in {sample.seconds:.1f} s bring {sum(works):.2f} s of work; a replica shall be busy {most_busy:.0%} of the time at most."
+        got = bound(sample, machine, seats, max_utilization)
+        said = f"{len(works)} requests in {sample.seconds:.1f} s bring {sum(works):.2f} s of work; a replica may be busy {max_utilization:.0%} of the time at most."
         look = "`bound`: the work that arrives in a second, over the share of it that one replica may spend, rounded up"
         known = {
             "the number for replicas that are always busy: with no time to spare, every burst leaves a queue that never ends": always,
@@ -88,7 +88,7 @@ def check_fewest(fewest: Any) -> None:
         def is_enough(number: int, asked: list[int] = asked, right: int = right, most: int = most) -> bool:
             require(
                 True, 1 <= number <= most,
-                f"At most {most} replicas.\nExpected to be simulated: 1 to {most} replicas\nGot: {number}\nLook at the numbers that `fewest` tries.",
+                f"At most {most} replicas.\nExpected numbers to try: 1 to {most}\nGot: {number}\nLook at the numbers that `fewest` tries.",
             )  # fmt: skip
             asked.append(number)
             if len(asked) > 3000:
@@ -97,7 +97,7 @@ def check_fewest(fewest: Any) -> None:
                 )
             return number >= right
 
-        said = f"From {right} replicas on it is enough; at most {most} are to be had."
+        said = f"{right} or more are enough; at most {most} are available."
         expected = right if right <= most else None
         look = "`fewest`: the smallest number for which `is_enough` says True, and None if it is not even true of `most`"
         expect(said, "replicas", expected, fewest(is_enough, most), look)
@@ -123,7 +123,7 @@ def smallest_total(needed: int, availability: float, goal: float) -> int:
 
 
 def check_spares(with_spares: Any) -> None:
-    """So many that enough are up, in 99.9 % of the time or whatever is promised."""
+    """So many that enough are up 99.9 % of the time, or whatever is promised."""
     for number, rng in enumerate(rounds("spares", 40)):
         is_large = number < 8  # where common mistakes give different numbers
         needed, availability = (
@@ -135,7 +135,7 @@ def check_spares(with_spares: Any) -> None:
         if any(abs(probability(needed, total, availability) - goal) < 1e-9 for total in (right - 1, right)):
             continue  # rounding would decide
         got = with_spares(needed, availability, goal)
-        said = f"{needed} needed, each up {availability:.1%} of the time, together in {goal:.3%} of the time."
+        said = f"{needed} needed; each is up {availability:.1%} of the time; promised {goal:.3%} of the time."
         exact = next(
             (
                 total

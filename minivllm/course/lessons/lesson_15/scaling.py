@@ -9,7 +9,7 @@ from minivllm.course.lessons.lesson_15.days import Day, day_rates, run_day
 from minivllm.course.observations import expect, require, rounds
 
 TARGET, TOLERANCE = 0.7, 0.1
-"""How busy a replica shall be, and by how much the fleet's size may differ from what that takes before it is changed."""
+"""How busy a replica should be, and by how much the fleet's size may differ from what that takes before it is changed."""
 MOST_FLAPS, MOST_LATE, MOST_HOURS = 8, 0.01, 1.3
 """Of a day: flaps, the share of late requests, and replica-hours over what the traffic of each minute takes at `TARGET`."""
 
@@ -23,7 +23,7 @@ def check_recommend(recommend: Any) -> None:
         need = rate / (capacity * TARGET)
         right = current if current and abs(need / current - 1) <= TOLERANCE else max(1, math.ceil(need))
         got = recommend(rate, current, capacity)
-        said = f"{rate:g} requests a second; a replica answers {capacity:g} at most and shall be busy to {TARGET:.0%}; there are {current}."
+        said = f"{rate:g} requests a second; a replica answers {capacity:g} at most and should be busy to {TARGET:.0%}; there are {current}."
         known = {
             "no replica: then nobody answers the next request, and it takes minutes to start one": 0,
             "what replicas that are always busy would take: plan for the target": max(1, math.ceil(rate / capacity)),
@@ -52,7 +52,7 @@ def _judge(said: str, day: Day, least_hours: float) -> None:
     hours = day.replica_hours / least_hours
     require(
         True, day.late <= MOST_LATE,
-        f"{said}\nExpected late requests: {MOST_LATE:.0%} at the most\nGot late requests: {day.late:.1%}\n"
+        f"{said}\nExpected late requests: {MOST_LATE:.0%} at the most\nGot late requests: {day.late:.2%}\n"
         "Look at when `decide` raises the number: at once, and on the rate, which leads; the p99 lags: when it rises, the queue is there, and a replica takes minutes to start.",
     )  # fmt: skip
     require(
