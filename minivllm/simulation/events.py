@@ -159,6 +159,8 @@ def run_requests(
         while upcoming is not None or ends:
             while ends and ends[0][2] != replicas[ends[0][1]].num_cuts:
                 heapq.heappop(ends)
+            if upcoming is None and not ends:
+                break
             arrival = math.inf if upcoming is None or num_unfinished >= room else max(now, upcoming.arrival_time)
             step_end = ends[0][0] if ends else math.inf
             now = min(arrival, step_end)
