@@ -191,9 +191,9 @@ def run_requests(
                         num_finished = tally.take(index, replica.take_outputs())
                     coordinator.report(index, replica.load, now)
                     num_unfinished -= num_finished
+                    bar.update(num_finished)
                     for _ in range(num_finished):
                         router.finish(index)
-                        bar.update()
                 if replica.outputs is not None or replica.core.has_unfinished_requests():
                     heapq.heapreplace(ends, (replica.clock.now, index, replica.num_cuts))
                 else:
