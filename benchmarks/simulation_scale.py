@@ -2,8 +2,8 @@
 
     python benchmarks/simulation_scale.py 1x20000 1000x1000000 --json scale.json
 
-A run of 1000x1000000 is that of `minivllm simulate --replicas 1000 --num-requests 1000000 --routing least-loaded`, in a process of its own that stays
-on one core. Requests arrive at the same rate for each replica.
+A run of 1000x1000000 is that of `minivllm simulate --replicas 1000 --num-requests 1000000 --arrival-rate 3730 --routing least-loaded`, in a process of
+its own that stays on one core. Requests arrive at the same rate for each replica.
 """
 
 from __future__ import annotations

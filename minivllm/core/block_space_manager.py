@@ -109,7 +109,7 @@ class BlockSpaceManager:
 
     def can_append_slots(self, seq: Sequence) -> bool:
         """Whether `append_slots(seq)` would find enough blocks."""
-        num_tokens, num_blocks = len(seq.token_ids) + seq.num_placeholders, len(self.block_tables[seq.seq_id])
+        num_tokens, num_blocks = seq.num_tokens, len(self.block_tables[seq.seq_id])
         if num_tokens <= num_blocks * self.block_size:  # the common case: room in the last block; at most a copy of it is needed
             return self.gpu_allocator.num_free > 0 or not self._must_copy(seq)
         return self.gpu_allocator.num_free >= self.num_blocks_for(num_tokens) - num_blocks
@@ -122,12 +122,12 @@ class BlockSpaceManager:
             else None.
         """
         table = self.block_tables[seq.seq_id]
-        num_tokens = len(seq.token_ids) + seq.num_placeholders
-        if num_tokens > len(table) * self.block_size:
-            table.extend(self.gpu_allocator.allocate() for _ in range(self.num_blocks_for(num_tokens) - len(table)))
+        missing = self.num_blocks_for(seq.num_tokens) - len(table)
+        if missing > 0:
+            table.extend(self.gpu_allocator.allocate() for _ in range(missing))
             return None
-        position = seq.num_computed_tokens // self.block_size
-        if self.gpu_allocator.ref_counts[table[position]] > 1:  # shared, as in `_must_copy`
+        if self._must_copy(seq):
+            position = seq.num_computed_tokens // self.block_size
             source, destination = table[position], self.gpu_allocator.allocate()
             table[position] = destination
             self.gpu_allocator.release(source)

@@ -211,10 +211,10 @@ class Scheduler:
         i = 0
         while i < len(running):
             seq = running[i]
-            if len(seq.token_ids) + seq.num_placeholders - seq.num_computed_tokens > 1 or not self.is_ready(seq):
+            if seq.num_uncomputed_tokens > 1 or not self.is_ready(seq):
                 i += 1  # in the middle of its prompt, or waiting for its newest token
                 continue
-            if not manager.can_append_slots(seq) and not self._make_room_for(seq, output):
+            if not self._make_room_for(seq, output):
                 break  # it was the latest arrival itself
             copy = manager.append_slots(seq)
             if copy is not None:

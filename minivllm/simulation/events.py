@@ -159,6 +159,8 @@ def run_requests(
         while upcoming is not None or ends:
             while ends and ends[0][2] != replicas[ends[0][1]].num_cuts:
                 heapq.heappop(ends)
+            if upcoming is None and not ends:
+                break
             arrival = math.inf if upcoming is None or num_unfinished >= room else max(now, upcoming.arrival_time)
             step_end = ends[0][0] if ends else math.inf
             now = min(arrival, step_end)
@@ -189,9 +191,9 @@ def run_requests(
                         num_finished = tally.take(index, replica.take_outputs())
                     coordinator.report(index, replica.load, now)
                     num_unfinished -= num_finished
+                    bar.update(num_finished)
                     for _ in range(num_finished):
                         router.finish(index)
-                        bar.update()
                 if replica.outputs is not None or replica.core.has_unfinished_requests():
                     heapq.heapreplace(ends, (replica.clock.now, index, replica.num_cuts))
                 else:

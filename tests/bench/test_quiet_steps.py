@@ -80,6 +80,7 @@ def engines(draw):
         CostModel(fixed=0.0),
         CostModel(fixed=0.01, per_prefill_token=0.002, per_decode_seq=0.003, per_context_token=1e-5),
         CostModel(fixed=0.02, decode_curve=((1, 0.0), (4, 0.01), (6, 0.05))),
+        CostModel(fixed=0.0, decode_curve=((1, 0.5), (2, 0.0), (3, 0.25))),
     ]))  # fmt: skip
     options = {
         "cost_model": costs,
@@ -104,6 +105,15 @@ def test_the_result_is_that_of_single_steps(requests, num_replicas, routing, opt
     for name, value in stepping.items():
         assert repr(skipping[name]) == repr(value), name  # as text: some are nan
     assert itl == pytest.approx(exact_itl, rel=1e-9, nan_ok=True)
+
+
+def test_a_run_ends_before_steps_that_were_cut_would_have_ended():
+    """Two sequences take no time together, and one alone a second a step."""
+    requests = [WorkloadRequest([1] * 4, 12, 0.0), WorkloadRequest([2] * 4, 12, 2.5)]
+    options = {"cost_model": CostModel(fixed=0.0, decode_curve=((1, 1.0), (2, 0.0))), "max_num_seqs": 2}
+    skipping, *_ = run(requests, 1, "round-robin", options, may_skip=True)
+    stepping, *_ = run(requests, 1, "round-robin", options, may_skip=False)
+    assert repr(skipping) == repr(stepping) and skipping["summary"].completed == 2
 
 
 def test_most_steps_are_quiet():

@@ -81,3 +81,12 @@ def test_after_a_run_that_was_broken_off_nothing_passes(tmp_path, capfd):
 def test_of_a_notebook_all_cells_run_again(tmp_path):
     note_failed(tmp_path, "notebooks/a.ipynb::Cell 3", "notebooks/a.ipynb::Cell 4", "tests/test_b.py::test_c")
     assert rerun_failed.find_failed(tmp_path) == ["notebooks/a.ipynb", "tests/test_b.py::test_c"]
+
+
+@pytest.mark.slow
+def test_a_notebook_alone_takes_the_options_of_the_tests():
+    root = rerun_failed.ROOT
+    notebook = min((root / "notebooks").glob("*.ipynb")).relative_to(root)
+    command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:cacheprovider", "--long", "--collect-only", "-q", notebook]
+    out = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr

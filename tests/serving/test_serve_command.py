@@ -161,6 +161,7 @@ def serve(port, start_engine):
     return run_server(start_engine, ServerSettings(port=port))
 
 
+@pytest.mark.timeout(120)  # it has hung once
 def test_a_port_that_was_taken_while_the_model_loaded_is_one_sentence(smollm2_path):
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
