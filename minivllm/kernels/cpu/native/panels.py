@@ -21,12 +21,14 @@ from minivllm.kernels.cpu.native.instructions import FLOAT, INT32, INT64, call_l
 
 PANEL = 16
 """Output features of a panel: the words of one AVX-512 register."""
-WIDTHS = {1: 4, 2: 4, 4: 2, 8: 2, 12: 2, 16: 1, 20: 1, 24: 1} if HAS_AVX512 else {1: 4, 2: 2, 3: 2, 4: 1, 6: 1}
+WIDTHS = {1: 4, 2: 4, 4: 2, 8: 2, 12: 2, 16: 1, 20: 1, 24: 1} if HAS_AVX512 else {1: 4, 2: 2, 3: 2, 4: 1, 6: 1, 8: 1, 12: 1}
 """Numbers of rows that have a loop of their own, and how many panels it takes at a time. Its sums must fit the vector registers:
 AVX-512 has 32, AVX2 has 16 of half the size. Several are needed, because an addition takes four cycles, and the next one to the same sum
 waits for it."""
+HALF_PANEL_ROWS = () if HAS_AVX512 else (8, 12)
+"""With so many rows, the sums of a panel would not fit: its first 8 outputs have a loop, and then the others, whose words are in the cache."""
 FEW_ROWS = tuple(WIDTHS)
-SMALL_TILE, LARGE_TILE = (8, 12) if HAS_AVX512 else (3, 3)
+SMALL_TILE, LARGE_TILE = 8, 12
 """Batches that are larger than `FEW_ROWS` go in tiles of one of these numbers of rows."""
 ATTENTION_ROWS = 8 if HAS_AVX512 else 4
 """Rows that `multiply_rows` computes at a time; the tiles of attention are multiples of it."""
@@ -93,10 +95,6 @@ def multiply_panels(builder, x, panels, first_panel, bias, out, first_row, num_r
 
     kinds = x.dtype, panels.dtype
     is_int8 = kinds[1] == types.int32
-    total, word = (ir.VectorType(kind, PANEL) for kind in (INT32 if is_int8 else FLOAT, INT32))
-    number = ir.VectorType(FLOAT if kinds[0] == types.float32 else INT32, PANEL)
-    undefined, to_all = ir.Constant(number, ir.Undefined), ir.Constant(ir.VectorType(INT32, PANEL), [0] * PANEL)
-    multiply_add = _get_multiply_add(builder, kinds)
     numbers_per_word = 2 if kinds == (types.float32, types.uint32) else 1
 
     num_words, out_width = panels.shape[1], out.shape[1]
@@ -106,10 +104,19 @@ def multiply_panels(builder, x, panels, first_panel, bias, out, first_row, num_r
     corner = at(out.data, builder.add(builder.mul(first_row, out_width), first_output))
 
     def generate_loop(height: int, width: int) -> None:
+        lanes = PANEL // 2 if height in HALF_PANEL_ROWS else PANEL
+        for first_lane in range(0, PANEL, lanes):
+            generate_lanes(height, width, first_lane, lanes)
+
+    def generate_lanes(height: int, width: int, first_lane: int, lanes: int) -> None:
+        total, word = (ir.VectorType(kind, lanes) for kind in (INT32 if is_int8 else FLOAT, INT32))
+        number = ir.VectorType(FLOAT if kinds[0] == types.float32 else INT32, lanes)
+        undefined, to_all = ir.Constant(number, ir.Undefined), ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes)
+        multiply_add = _get_multiply_add(builder, kinds, lanes)
         sums = [[cgutils.alloca_once(builder, total) for _ in range(width)] for _ in range(height)]
         for panel in range(width):
             for row in range(height):
-                offset = builder.add(first_output, INT64(panel * PANEL))
+                offset = builder.add(first_output, INT64(panel * PANEL + first_lane))
                 if bias.ndim == 2:
                     offset = builder.add(offset, builder.mul(builder.add(first_row, INT64(row)), out_width))
                 start = builder.load(as_pointer_to(total, at(bias.data, offset)), align=4)
@@ -118,7 +125,9 @@ def multiply_panels(builder, x, panels, first_panel, bias, out, first_row, num_r
             words = []
             for panel in range(width):
                 offset = builder.add(builder.mul(panel_size, INT64(panel)), builder.mul(loop.index, INT64(PANEL)))
-                words.append(builder.load(as_pointer_to(word, at(weights, offset)), align=4))
+                words.append(builder.load(as_pointer_to(word, at(weights, builder.add(offset, INT64(first_lane)))), align=4))
+                if first_lane > 0:
+                    continue  # the first half has read this line
                 if height < SMALL_TILE:
                     prefetch_line(builder, at(weights, builder.add(offset, INT64(PANEL * PREFETCH_DISTANCE))), level=3)
                 else:
@@ -132,9 +141,9 @@ def multiply_panels(builder, x, panels, first_panel, bias, out, first_row, num_r
                 if numbers_per_word == 1:
                     factors = words
                 elif i == 0:
-                    factors = [builder.shl(each, ir.Constant(word, [16] * PANEL)) for each in words]
+                    factors = [builder.shl(each, ir.Constant(word, [16] * lanes)) for each in words]
                 else:
-                    factors = [builder.and_(each, ir.Constant(word, [-65536] * PANEL)) for each in words]
+                    factors = [builder.and_(each, ir.Constant(word, [-65536] * lanes)) for each in words]
                 for row in range(height):
                     one = builder.load(at(column, INT64(i * stride + row)))
                     repeated = builder.shuffle_vector(builder.insert_element(undefined, one, INT32(0)), undefined, to_all)
@@ -143,7 +152,7 @@ def multiply_panels(builder, x, panels, first_panel, bias, out, first_row, num_r
                         builder.store(multiply_add(repeated, factors[panel], before), sums[row][panel])
         for row in range(height):
             for panel in range(width):
-                offset = builder.add(builder.mul(out_width, INT64(row)), INT64(panel * PANEL))
+                offset = builder.add(builder.mul(out_width, INT64(row)), INT64(panel * PANEL + first_lane))
                 builder.store(builder.load(sums[row][panel]), as_pointer_to(total, at(corner, offset)), align=4)
 
     end, unknown = builder.append_basic_block("end"), builder.append_basic_block("unknown")
@@ -161,13 +170,13 @@ def multiply_panels(builder, x, panels, first_panel, bias, out, first_row, num_r
     builder.position_at_end(end)
 
 
-def _get_multiply_add(builder: ir.IRBuilder, kinds: tuple[Any, Any]) -> Callable[[Any, Any, Any], Any]:
-    """The instruction: from 16 numbers or words of `x`, 16 of the weight and 16 sums to the new sums."""
-    floats, words = ir.VectorType(FLOAT, PANEL), ir.VectorType(INT32, PANEL)
+def _get_multiply_add(builder: ir.IRBuilder, kinds: tuple[Any, Any], lanes: int) -> Callable[[Any, Any, Any], Any]:
+    """The instruction: from `lanes` numbers or words of `x`, as many of the weight and as many sums to the new sums."""
+    floats, words = ir.VectorType(FLOAT, lanes), ir.VectorType(INT32, lanes)
     if kinds == (types.int32, types.int32) and not HAS_INT8_DOT:
-        return functools.partial(_multiply_add_int8, builder)
+        return functools.partial(_multiply_add_int8, builder, lanes)
     if kinds[0] == types.float32:
-        name, total, factors = f"fma.v{PANEL}f32", floats, floats
+        name, total, factors = f"fma.v{lanes}f32", floats, floats
     elif kinds == (types.uint32, types.uint32):
         # LLVM has given the inputs of both instructions a type of their own, one after the other.
         name, total = "x86.avx512bf16.dpbf16ps.512", floats
@@ -185,17 +194,17 @@ def _get_multiply_add(builder: ir.IRBuilder, kinds: tuple[Any, Any]) -> Callable
     return multiply_add
 
 
-def _multiply_add_int8(builder: ir.IRBuilder, numbers: Any, weight: Any, before: Any) -> Any:
+def _multiply_add_int8(builder: ir.IRBuilder, lanes: int, numbers: Any, weight: Any, before: Any) -> Any:
     """What VPDPBUSD does, for the even and then the odd bytes of 16-bit halves. Compilers know the sum of two neighbouring products as
     one instruction (PMADDWD)."""
-    halves, wide = ir.VectorType(_INT16, 2 * PANEL), ir.VectorType(INT32, 2 * PANEL)
-    x, w, eight = builder.bitcast(numbers, halves), builder.bitcast(weight, halves), ir.Constant(halves, [8] * 2 * PANEL)
-    even = builder.and_(x, ir.Constant(halves, [255] * 2 * PANEL)), builder.ashr(builder.shl(w, eight), eight)
+    halves, wide = ir.VectorType(_INT16, 2 * lanes), ir.VectorType(INT32, 2 * lanes)
+    x, w, eight = builder.bitcast(numbers, halves), builder.bitcast(weight, halves), ir.Constant(halves, [8] * 2 * lanes)
+    even = builder.and_(x, ir.Constant(halves, [255] * 2 * lanes)), builder.ashr(builder.shl(w, eight), eight)
     odd = builder.lshr(x, eight), builder.ashr(w, eight)
     for pair in (even, odd):
         products = builder.mul(*(builder.sext(each, wide) for each in pair))
         first, second = (
-            builder.shuffle_vector(products, products, ir.Constant(ir.VectorType(INT32, PANEL), list(range(start, 2 * PANEL, 2))))
+            builder.shuffle_vector(products, products, ir.Constant(ir.VectorType(INT32, lanes), list(range(start, 2 * lanes, 2))))
             for start in (0, 1)
         )
         before = builder.add(before, builder.add(first, second))
