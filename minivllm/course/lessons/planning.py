@@ -14,7 +14,7 @@ from minivllm.bench.trace_summary import request_latencies
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.course.lessons.fleets import FleetGoals, Machine, Plan, Sample, engine_options, run_fleet
 from minivllm.course.lessons.lesson_15.days import Observed
-from minivllm.course.lessons.lesson_15.fitting import NAMES, Steps, solve_twice
+from minivllm.course.lessons.lesson_15.fitting import NAMES, Steps, solve, solve_twice
 from minivllm.course.lessons.lesson_15.replicas import work_of
 from minivllm.data_parallel.routing import make_router
 from minivllm.executor.simulated import CostModel, VirtualClock
@@ -25,6 +25,12 @@ from minivllm.simulation.events import SimulatedReplica, Tally, run_requests, st
 def fit_steps(steps: Steps) -> CostModel:
     """The four coefficients with the least squares of relative errors, without steps that were interrupted."""
     return CostModel(**dict(zip(NAMES, solve_twice(steps), strict=True)))
+
+
+def interrupted_steps(steps: Steps, limit: float = 1.5) -> Steps:
+    """The steps that `fit_steps` leaves out: those that took `limit` times as long as a fit of all steps says, or longer."""
+    first = CostModel(**dict(zip(NAMES, solve(steps), strict=True)))
+    return [(work, seconds) for work, seconds in steps if seconds >= limit * first(work)]
 
 
 def estimate_capacity(machine: Machine, seats: int, sample: Sample) -> float:
