@@ -38,21 +38,25 @@ def draw_loads(traces: Mapping[str, Sequence[float]], window: float, y_label: st
     return figure
 
 
-def draw_fit(groups: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
+def draw_fit(groups: Mapping[str, Sequence[tuple[float, float]]], dropped: Sequence[tuple[float, float]] = ()) -> Figure:
     """Steps as measured, over what they should take: on the diagonal they agree.
 
     Args:
         groups: By name, pairs of the predicted and the measured seconds of a step.
+        dropped: Such pairs of the steps that the fit left out, drawn hollow.
     """
     figure = Figure(figsize=(6.2, 4.2), layout="constrained")
     axes = figure.subplots()
-    everything = [1000 * seconds for points in groups.values() for pair in points for seconds in pair]
+    everything = [1000 * seconds for points in (*groups.values(), dropped) for pair in points for seconds in pair]
     ends = [min(everything) / 1.15, max(everything) * 1.15]
     axes.plot(ends, ends, color=INK, linewidth=1, label="as predicted")
     for number, (name, points) in enumerate(groups.items()):
         color, marker = REQUEST_COLORS[number], "os^x"[number % 4]
         predicted, measured = ([1000 * pair[i] for pair in points] for i in (0, 1))
         axes.scatter(predicted, measured, s=14, color=color, marker=marker, alpha=0.6, linewidth=0.8, label=name)
+    if dropped:
+        predicted, measured = ([1000 * pair[i] for pair in dropped] for i in (0, 1))
+        axes.scatter(predicted, measured, s=14, facecolors="none", edgecolors=INK, linewidth=0.7, label="left out of the fit")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -63,13 +67,13 @@ def draw_fit(groups: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     return figure
 
 
-def draw_front(plans: Mapping[str, Sequence[tuple[float, float]]], goal: float | None = None, unit: str = "an hour") -> Figure:
+def draw_front(plans: Mapping[str, Sequence[tuple[float, float]]], goal: float | None = None, unit: str = "$ an hour") -> Figure:
     """Plans by price and wait, and the front: the plans that no other plan beats in both.
 
     Args:
         plans: By the kind of machine, pairs of the price and the wait in seconds.
-        goal: The longest wait that is promised, in seconds.
-        unit: Of the price's time.
+        goal: The longest wait that is promised, in seconds. What waits longer is shaded.
+        unit: Of the price, and what is in it.
     """
     figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = figure.subplots()
@@ -94,9 +98,12 @@ def draw_front(plans: Mapping[str, Sequence[tuple[float, float]]], goal: float |
         linewidth=1.2,
         label="nothing cheaper is as fast",
     )
-    if goal is not None:
-        axes.axhline(goal, color=PALE, linewidth=5, alpha=0.6, zorder=0, label="goal")
     axes.set_yscale("log")
+    if goal is not None:
+        axes.axhline(goal, color=INK, linewidth=0.8, linestyle="--", zorder=0, label=f"goal: {goal:g} s at most")
+        top = axes.get_ylim()[1]
+        axes.axhspan(goal, top, color=PALE, alpha=0.25, linewidth=0, zorder=0)
+        axes.set_ylim(top=top)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
     axes.set_xlim(left=0)
@@ -114,17 +121,17 @@ def draw_day(days: Mapping[str, Day], per_replica: float) -> Figure:
         per_replica: Requests a second that a replica shall answer.
     """
     figure = Figure(figsize=(WIDTH, 0.4 + 1.9 * len(days)), layout="constrained")
-    all_axes = figure.subplots(len(days), 1, sharex=True, squeeze=False)[:, 0]
+    all_axes = figure.subplots(len(days), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (name, day) in zip(all_axes, days.items(), strict=True):
         hours = [moment / 3600 for moment in day.times]
         axes.fill_between(hours, [rate / per_replica for rate in day.rates], color=PALE, linewidth=0, label="needed")
         axes.step(hours, day.ready, where="post", color=REQUEST_COLORS[0], linewidth=1.3, label="ready")
         said = f"{name}: {day.late:.1%} late, {day.flaps} {'flap' if day.flaps == 1 else 'flaps'}, {day.replica_hours:,.0f} replica-hours"
         axes.set_title(said, loc="left", fontsize=10)
-        axes.set_ylim(bottom=0)
         axes.set_xlim(0, 24)
         axes.xaxis.set_major_locator(MultipleLocator(3))
         tidy(axes, "", "replicas")
+    all_axes[0].set_ylim(bottom=0)  # after all lines: it ends the search for the shared axis's limits
     all_axes[0].legend(fontsize=8, frameon=False, loc="upper left")
     all_axes[-1].set_xlabel("hour of the day", fontsize=9)
     return figure

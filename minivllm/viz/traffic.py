@@ -88,16 +88,22 @@ def draw_steps(curves: Mapping[str, Points], y_label: str) -> Figure:
     return figure
 
 
-def draw_knee(rates: Sequence[float], waits: Mapping[str, Sequence[float]], capacity: float) -> Figure:
+def draw_knee(
+    rates: Sequence[float],
+    waits: Mapping[str, Sequence[float]],
+    capacity: float,
+    answered: Mapping[str, Sequence[float]] | None = None,
+) -> Figure:
     """How long users wait, by how many come: a line for each kind of wait, on a logarithmic axis.
 
     Args:
         rates: Requests per second.
         waits: For each kind, its seconds at each rate.
         capacity: The rate that was predicted as the most the engine can serve.
+        answered: Requests per second that were answered at each rate, such as all and those that met their goals: a panel beside it.
     """
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
-    axes = figure.subplots()
+    axes, *beside = figure.subplots(1, 1 if answered is None else 2, squeeze=False)[0]
     for number, (name, seconds) in enumerate(waits.items()):
         marker, color = "os^"[number % 3], REQUEST_COLORS[number]
         axes.plot(rates, [1000 * second for second in seconds], color=color, marker=marker, linewidth=1.8, label=name)
@@ -109,4 +115,14 @@ def draw_knee(rates: Sequence[float], waits: Mapping[str, Sequence[float]], capa
     axes.set_xlim(left=0)
     tidy(axes, "offered load (requests per second)", "wait (ms)")
     axes.legend(fontsize=8, frameon=False, loc="upper left")
+    for other in beside:
+        assert answered is not None
+        for number, (name, values) in enumerate(answered.items()):
+            look = {"marker": "os^"[number % 3], "color": REQUEST_COLORS[len(waits) + number], "linewidth": 1.8}
+            other.plot(rates, values, label=name, **look)
+        other.axvline(capacity, color=PALE, linewidth=6, alpha=0.6, zorder=0)
+        other.set_xlim(left=0)
+        other.set_ylim(bottom=0)
+        tidy(other, "offered load (requests per second)", "requests per second")
+        other.legend(fontsize=8, frameon=False, loc="upper left")
     return figure

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from lesson_checks import LessonChecks
 
 from minivllm.course.lessons.fleets import FleetGoals, Machine, Plan, Sample, run_fleet
+from minivllm.course.lessons.lesson_15.audit import LAWS, broken_laws, report_of, tampered, true_report
 from minivllm.course.lessons.lesson_15.days import LATE, STARTUP, TICK, day_rates, run_day
-from minivllm.course.lessons.lesson_15.fleet import make_sample, number_up
+from minivllm.course.lessons.lesson_15.fleet import SEATS, Situation, cheapest, check_choose_fleet, make_sample, number_up
+from minivllm.course.lessons.lesson_15.load import nearest_rank
 from minivllm.course.lessons.lesson_15.replicas import probability, smallest_total
 from minivllm.course.lessons.lesson_15.scaling import check_scaler
+from minivllm.course.lessons.lesson_15.tails import check_tail
 from minivllm.course.lessons.planning import Patient, run_separate, run_with_failure
+from minivllm.course.observations import recording
 from minivllm.executor.simulated import CostModel
 from minivllm.viz.engine_map import PARTS, USED, draw_engine_map
 
@@ -110,6 +116,61 @@ def test_separate_machines_answer_all_and_no_prompt_comes_between_two_tokens():
     plan, sample = Plan(MACHINE, 8, 4), make_sample(random.Random(0), "a minute", 60, 400, 8, count=60)
     apart = run_separate(plan, sample, num_prefill=2, transfer=1e-6)
     assert apart.itl.p99 < run_fleet(plan, sample).itl.p99 and apart.second.p50 > apart.itl.p50
+
+
+def test_the_gap_from_a_machine_for_prompts_to_one_for_tokens_is_an_inter_token_latency():
+    plan, sample = Plan(MACHINE, 8, 4), make_sample(random.Random(0), "a minute", 60, 400, 8, count=60)
+    quick, slow = (run_separate(plan, sample, num_prefill=2, transfer=transfer) for transfer in (0.0, 1e-4))
+    moved = [len(request.prompt_token_ids) * 1e-4 for request in sample.requests if request.output_len > 1]
+    assert slow.ttft == quick.ttft and slow.second.mean - quick.second.mean == pytest.approx(sum(moved) / len(moved), rel=0.2)
+    num_gaps = sum(request.output_len - 1 for request in sample.requests)
+    assert (slow.itl.mean - quick.itl.mean) * num_gaps == pytest.approx(sum(moved), rel=0.2)
+
+
+def test_hidden_situations_fail_who_ignores_the_itl_or_tries_one_number_of_seats_or_one_day():
+    wrong = {
+        "more replicas do not make": lambda traffic, goals, prices: cheapest(
+            Situation(traffic, replace(goals, itl=math.inf), prices)
+        ),
+        "the seats: ": lambda *args: cheapest(Situation(*args), SEATS[1:]),
+        "the seats: another": lambda *args: cheapest(Situation(*args), SEATS[:1]),
+        "for one of them": lambda traffic, goals, prices: cheapest(Situation(traffic[1:], goals, prices)),
+        "enough for one of": lambda traffic, goals, prices: cheapest(Situation(traffic[:1], goals, prices)),
+    }
+    for words, planner in wrong.items():
+        with recording(7), pytest.raises(AssertionError, match=words):
+            check_choose_fleet(planner)
+
+
+def test_reports_break_a_law_only_if_they_are_tampered_with():
+    for seed in range(200):
+        rng = random.Random(seed)
+        report = true_report(rng)
+        assert broken_laws(report) == []
+        for law in LAWS:
+            wrong = tampered(report, law, rng)
+            assert law in broken_laws(wrong) and min(vars(wrong).values()) >= 0
+
+
+@pytest.mark.parametrize("clients", [0, 8])
+def test_a_run_of_the_scheduler_is_counted_and_keeps_the_laws_of_a_report(clients):
+    report = report_of(Plan(MACHINE, 4, 1), make_sample(random.Random(0), "a minute", 60, 150, 10, count=60), clients)
+    assert report.waiting > 0 and report.running > 0 and broken_laws(replace(report, work=0.99 * report.work)) == []
+    assert broken_laws(replace(report, waiting=2 * report.waiting)) == ["queue", "little"]
+
+
+def test_goals_that_are_judged_with_numpy_are_judged():
+    check_tail(_tail, lambda goals, logs: np.bool_(_meets(goals, logs)))
+
+
+def _tail(groups, percent):
+    return nearest_rank([wait for group in groups for wait in group], percent)
+
+
+def _meets(goals, logs):
+    ttfts = [[math.inf if ttft is None else ttft for ttft, _ in log] for log in logs]
+    itls = [[gap for _, gaps in log for gap in gaps] for log in logs]
+    return _tail(ttfts, 99) <= goals.ttft and _tail(itls, 99) <= goals.itl
 
 
 def test_the_walkthroughs_patient_rule_passes_the_exercises_check():

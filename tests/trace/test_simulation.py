@@ -317,6 +317,8 @@ def test_the_command_simulates_both_schedulers_and_saves(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "static" in printed and "continuous" in printed and f"minivllm trace show {trace}" in printed
     content = json.loads(results.read_text())
+    assert {"machine", "time", "command", "versions"} < content.keys()
+    assert content["seconds"] > 0 and content["cpu_seconds"] > 0 and 2**23 < content["peak_memory_bytes"] < 2**40
     assert [result["num_requests"] for result in content["results"]] == [20, 20]
     assert json.loads(trace.read_text())["config"]["scheduler"] == "Scheduler"
 

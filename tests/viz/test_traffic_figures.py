@@ -29,3 +29,10 @@ def test_a_value_stays_until_the_next():
 def test_waits_are_in_milliseconds_and_the_capacity_is_where_it_was_predicted():
     [axes] = draw_knee([5, 20], {"first": [0.03, 0.7]}, 18.0).axes
     assert axes.lines[0].get_ydata().tolist() == [30.0, 700.0] and axes.lines[1].get_xdata() == [18.0, 18.0]
+
+
+def test_what_was_answered_is_drawn_beside_the_waits():
+    waits, beside = draw_knee([5, 20], {"first": [0.03, 0.7]}, 18.0, {"answered": [5.0, 17.0], "goodput": [5.0, 2.0]}).axes
+    assert len(waits.lines) == 2
+    assert [line.get_ydata().tolist() for line in beside.lines[:2]] == [[5.0, 17.0], [5.0, 2.0]]
+    assert beside.lines[2].get_xdata() == [18.0, 18.0]

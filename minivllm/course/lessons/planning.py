@@ -14,17 +14,24 @@ from minivllm.bench.trace_summary import request_latencies
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.course.lessons.fleets import FleetGoals, Machine, Plan, Sample, engine_options, run_fleet
 from minivllm.course.lessons.lesson_15.days import Observed
-from minivllm.course.lessons.lesson_15.fitting import NAMES, Steps, solve_twice
+from minivllm.course.lessons.lesson_15.fitting import NAMES, Steps, solve, solve_twice
 from minivllm.course.lessons.lesson_15.replicas import work_of
 from minivllm.data_parallel.routing import make_router
+from minivllm.engine.core_messages import EngineCoreOutputs
 from minivllm.executor.simulated import CostModel, VirtualClock
-from minivllm.simulation.engine import ReplicaRun, make_simulated_engine, simulate, simulate_replicas
+from minivllm.simulation.engine import ReplicaRun, make_simulated_engine, simulate
 from minivllm.simulation.events import SimulatedReplica, Tally, run_requests, start_of
 
 
 def fit_steps(steps: Steps) -> CostModel:
     """The four coefficients with the least squares of relative errors, without steps that were interrupted."""
     return CostModel(**dict(zip(NAMES, solve_twice(steps), strict=True)))
+
+
+def interrupted_steps(steps: Steps, limit: float = 1.5) -> Steps:
+    """The steps that `fit_steps` leaves out: those that took `limit` times as long as a fit of all steps says, or longer."""
+    first = CostModel(**dict(zip(NAMES, solve(steps), strict=True)))
+    return [(work, seconds) for work, seconds in steps if seconds >= limit * first(work)]
 
 
 def estimate_capacity(machine: Machine, seats: int, sample: Sample) -> float:
@@ -65,12 +72,27 @@ class SeparateRun(NamedTuple):
     Attributes:
         ttft: Times to first token.
         second: Seconds from a request's first token to its second: the transfer of its cache, the wait for a seat, and a step.
-        itl: The later gaps between tokens.
+        itl: All gaps between tokens, those to the second one included.
     """
 
     ttft: Distribution
     second: Distribution
     itl: Distribution
+
+
+class _SecondTokens(Tally):
+    """As `Tally`, for requests whose first tokens came from elsewhere at these moments, in the order of arrival: the gap to the second counts."""
+
+    def __init__(self, run: ReplicaRun, first_tokens: Sequence[float]) -> None:
+        super().__init__(run, LatencyHistogram, num_replicas=run.num_replicas)
+        self._progress = {str(number): [moment, 1] for number, moment in enumerate(first_tokens)}
+        self.second: list[float] = []
+
+    def take(self, replica: int, outputs: EngineCoreOutputs) -> int:
+        """Count a step's outputs. Returns how many requests it finished."""
+        progress = [self._progress[output.request_id] for output in outputs.outputs]
+        self.second += [outputs.timestamp - moment for moment, count in progress if count == 1]
+        return super().take(replica, outputs)
 
 
 def run_separate(plan: Plan, sample: Sample, num_prefill: int, transfer: float) -> SeparateRun:
@@ -83,7 +105,7 @@ def run_separate(plan: Plan, sample: Sample, num_prefill: int, transfer: float) 
         transfer: Seconds for each token of a prompt.
     """
     options, costs = engine_options(plan, sample), plan.machine.costs
-    handed_over: list[tuple[float, float, WorkloadRequest]] = []  # when it may decode, how long the transfer took, the rest of it
+    handed_over: list[tuple[float, WorkloadRequest]] = []  # when its first token came, and the rest of it
     ttfts = []
     for number in range(num_prefill):
         own = sample.requests[number::num_prefill]
@@ -91,17 +113,24 @@ def run_separate(plan: Plan, sample: Sample, num_prefill: int, transfer: float) 
         assert trace is not None
         ttft_of = {latency.request_id: latency.ttft for latency in request_latencies(trace)}
         for index, request in enumerate(own):
-            ttft, moved = ttft_of[str(index)], len(request.prompt_token_ids) * transfer
+            ttft = ttft_of[str(index)]
             assert ttft is not None
             ttfts.append(ttft)
-            moment = request.arrival_time + ttft + moved
+            first = request.arrival_time + ttft
+            moment = first + len(request.prompt_token_ids) * transfer
             if request.output_len > 1:
-                handed_over.append((moment, moved, WorkloadRequest(request.prompt_token_ids, request.output_len - 1, moment)))
-    handed_over.sort(key=lambda entry: entry[0])
+                handed_over.append((first, WorkloadRequest(request.prompt_token_ids, request.output_len - 1, moment)))
+    handed_over.sort(key=lambda entry: entry[1].arrival_time)
     options["cost_model"] = CostModel(costs.fixed, per_decode_seq=costs.per_decode_seq, per_context_token=costs.per_context_token)
-    decodes = simulate_replicas([request for *_, request in handed_over], plan.num_replicas - num_prefill, **options)
-    longest = max(moved for _, moved, _ in handed_over)
-    return SeparateRun(Distribution.of(ttfts), Distribution(*(seconds + longest for seconds in decodes.ttft)), decodes.itl)
+    start, queue = start_of([request for _, request in handed_over])
+    replicas = [
+        SimulatedReplica(make_simulated_engine(clock=VirtualClock(start), trace=False, **options))
+        for _ in range(plan.num_replicas - num_prefill)
+    ]
+    run = ReplicaRun(routing="least-loaded", num_replicas=len(replicas))
+    tally = _SecondTokens(run, [first for first, _ in handed_over])
+    run_requests(queue, replicas, make_router("least-loaded", max_num_seqs=plan.max_num_seqs), tally)
+    return SeparateRun(Distribution.of(ttfts), Distribution.of(tally.second), tally.itl.distribution())
 
 
 def run_with_failure(plan: Plan, sample: Sample, after: float) -> tuple[ReplicaRun, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,17 +81,23 @@ def add_simulate(commands) -> None:  # noqa: ANN001
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Simulate the requests under each scheduler, or with each router, and print a table."""
-    from minivllm.bench.report import to_json
+    from minivllm.bench.report import find_origin, to_json
     from minivllm.simulation.costs import DEFAULT_COSTS, load_costs
 
     costs = load_costs(arguments.cost_model) if arguments.cost_model else DEFAULT_COSTS
     num_requests, _ = _make_requests(arguments)
     options = {name: getattr(arguments, name) for name in ENGINE_OPTIONS} | {"cost_model": costs}
     options["progress_total"] = num_requests if num_requests >= PROGRESS_FROM else None
+    started, cpu_started = time.perf_counter(), time.process_time()
     results = (_run_schedulers if arguments.replicas is None else _run_replicas)(arguments, num_requests, options)
     if arguments.json:
-        content = {"command": arguments.command, "results": [result.to_json() for result in results]}
-        arguments.json.write_text(to_json(content))
+        took = {
+            "seconds": time.perf_counter() - started,
+            "cpu_seconds": time.process_time() - cpu_started,
+            "peak_memory_bytes": _peak_memory(),
+        }
+        content = find_origin(arguments.command) | took | {"results": [result.to_json() for result in results]}
+        arguments.json.write_text(to_json(content), encoding="utf-8")
     if arguments.save_trace:
         results[-1].trace.save(arguments.save_trace)
         print(f"\nTrace ({results[-1].scheduler}): {arguments.save_trace}")
@@ -101,6 +108,13 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         draw_routing(results).savefig(arguments.figure, dpi=150)
         print(f"\nFigure: {arguments.figure}")
     return 0
+
+
+def _peak_memory() -> int:
+    """The most memory that this process has held so far, in bytes."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _run_schedulers(arguments: argparse.Namespace, num_requests: int, options: dict[str, Any]) -> list[EngineRun]:

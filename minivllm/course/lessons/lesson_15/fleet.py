@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +11,16 @@ from typing import Any
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.course.lessons.fleets import FleetGoals, Machine, Plan, Sample, run_fleet
 from minivllm.course.lessons.lesson_15.replicas import probability, smallest_total
-from minivllm.course.observations import expect, is_recording, require, rounds
+from minivllm.course.observations import expect, is_recording, require, rounds, seeded
 from minivllm.executor.simulated import CostModel
 
 SEATS = (4, 32)
 """The values of `max_num_seqs` to choose from."""
 MOST = 12
 """Replicas that a fleet may need at most, spares not counted."""
+KINDS = ("slow", "fast", "itl", "seats", "none")
+"""Of the situations: the slow machine pays, the fast one pays, the slow one cannot keep the ITL, only few seats keep it on few machines, no
+machine keeps the goals."""
 MARGIN = 1.02
 """How much more than the cheapest plan a plan may cost."""
 
@@ -43,32 +47,53 @@ def make_sample(rng: random.Random, name: str, rate: float, prompt: int, output:
     return Sample(name, requests)
 
 
-def make_machine(rng: random.Random, name: str, speed: float, price: float, availability: float) -> Machine:
-    """A machine `speed` times as fast as the slowest."""
+def make_machine(
+    rng: random.Random, name: str, speed: float, price: float, availability: float, per_seq: float = 3e-4
+) -> Machine:
+    """A machine `speed` times as fast as the slowest, of which a step takes `per_seq` seconds for each sequence that decodes."""
     costs = CostModel(
-        fixed=0.02 / speed, per_prefill_token=8e-5 / speed, per_decode_seq=3e-4 / speed, per_context_token=4e-7 / speed
+        fixed=0.02 / speed, per_prefill_token=8e-5 / speed, per_decode_seq=per_seq / speed, per_context_token=4e-7 / speed
     )
     return Machine(name, round(price * rng.uniform(0.95, 1.05), 2), costs, 65_536, availability)
 
 
-def make_situation(rng: random.Random, kind: int) -> Situation:
-    """Of four kinds: the slow machine pays, the fast one pays, the slow one cannot keep the goals, no machine can."""
+def make_situation(rng: random.Random, kind: str) -> Situation:
+    """Traffic of two days, goals and prices of one of the `KINDS`."""
     rate, prompt, output = rng.uniform(24, 34), rng.choice((800, 1200)), rng.choice((8, 12))
-    days = [1.0, 1.7] if rng.random() < 0.8 else [1.7, 1.0]
-    names = ("Monday", "Tuesday")
-    traffic = [make_sample(rng, name, rate * factor, prompt, output) for name, factor in zip(names, days, strict=True)]
     # the price of a speed: dearer than it is worth, or cheaper
-    fast_price, fast_up = ((1.9, 0.9), (1.3, 0.99), (3.1, 0.95), (2.0, 0.95))[kind]
-    slow = make_machine(rng, "slow", 1.0, 1.0, 0.99 if kind == 0 else 0.9)
+    fast_price, fast_up = {
+        "slow": (1.9, 0.9),
+        "fast": (1.3, 0.99),
+        "itl": (3.1, 0.95),
+        "none": (2.0, 0.95),
+        "seats": (2.6, 0.95),
+    }[kind]
+    slow = make_machine(rng, "slow", 1.0, 1.0, 0.99 if kind == "slow" else 0.9)
     fast = make_machine(rng, "fast", 2.0, fast_price, fast_up)
-    goals = (
-        FleetGoals(1.0, 0.2, 0.999),
-        FleetGoals(0.8, 0.2, 0.999),
-        FleetGoals(0.8, 0.075, 0.99),
-        FleetGoals(1.0, 0.004, 0.999),
-    )[kind]
-    prices = [slow, fast] if rng.random() < 0.5 else [fast, slow]
-    return Situation(traffic, goals, prices)
+    goals = {
+        "slow": FleetGoals(1.0, 0.2, 0.999),
+        "fast": FleetGoals(0.8, 0.2, 0.999),
+        "itl": FleetGoals(0.8, 0.075, 0.99),
+        "none": FleetGoals(1.0, 0.004, 0.999),
+        "seats": FleetGoals(2.0, 0.05, 0.99),
+    }[kind]
+    busier_first = kind == "seats" or (kind != "itl" and rng.random() < 0.2)
+    if kind == "itl":  # longer answers: with few seats more machines must share them
+        prompt, output = rng.choice((500, 700)), rng.choice((20, 24))
+    if (
+        kind == "seats"
+    ):  # short prompts, and steps that get longer with each sequence: with many seats more machines must share them
+        rate, prompt, output = rate, 100, rng.choice((14, 18))
+        slow, fast = (
+            make_machine(rng, name, speed, price, 0.95, per_seq=5e-3)
+            for name, speed, price in (("slow", 1.0, 1.0), ("fast", 2.0, fast_price))
+        )
+    quiet = 0.6 if kind in ("itl", "seats") else 1.0
+    days = [1.7, quiet] if busier_first else [quiet, 1.7]
+    traffic = [
+        make_sample(rng, name, rate * factor, prompt, output) for name, factor in zip(("Monday", "Tuesday"), days, strict=True)
+    ]
+    return Situation(traffic, goals, [slow, fast] if rng.random() < 0.5 else [fast, slow])
 
 
 def is_enough(machine: Machine, seats: int, number: int, situation: Situation) -> bool:
@@ -88,11 +113,11 @@ def find_fewest(machine: Machine, seats: int, situation: Situation) -> int | Non
     return low if low <= MOST else None
 
 
-def cheapest(situation: Situation) -> Plan | None:
-    """The cheapest plan, spares included."""
+def cheapest(situation: Situation, every_seats: Sequence[int] = SEATS) -> Plan | None:
+    """The cheapest plan, spares included, with these numbers of seats."""
     plans = []
     for machine in situation.prices:
-        for seats in SEATS:
+        for seats in every_seats:
             needed = find_fewest(machine, seats, situation)
             if needed is not None:
                 plans.append(Plan(machine, seats, smallest_total(needed, machine.availability, situation.goals.availability)))
@@ -118,10 +143,45 @@ def _describe(situation: Situation) -> str:
     return f"Traffic: {traffic}. Prices: {prices}. Goals: p99 of TTFT {goals.ttft:g} s, of ITL {goals.itl * 1e3:g} ms, {goals.availability:.1%} of the time."
 
 
+def is_right(plan: Plan | None, situation: Situation) -> bool:
+    """Whether a plan would pass: it keeps the goals with as many replicas as are up, and costs no more than the cheapest, within `MARGIN`."""
+    reference = cheapest(situation)
+    if plan is None or reference is None:
+        return plan is reference
+    up = number_up(plan, situation.goals.availability)
+    return up > 0 and is_enough(plan.machine, plan.max_num_seqs, up, situation) and plan.price <= MARGIN * reference.price
+
+
+def misses_mistakes(situation: Situation, kind: str) -> bool:
+    """Whether a planner would pass that makes one of the mistakes for which this kind is there."""
+    wrong: list[Plan | None] = []
+    if kind == "itl":  # the ITL is ignored, only the first day looked at, only few seats tried
+        wrong = [
+            cheapest(replace(situation, goals=replace(situation.goals, itl=math.inf))),
+            cheapest(replace(situation, traffic=situation.traffic[:1])),
+            cheapest(situation, SEATS[:1]),
+        ]
+    elif kind == "seats":  # only many seats tried, only the last day looked at
+        wrong = [cheapest(situation, SEATS[1:]), cheapest(replace(situation, traffic=situation.traffic[1:]))]
+    return any(is_right(plan, situation) for plan in wrong)
+
+
+def find_situation(name: str, kind: str) -> Situation:
+    """The first of some random situations of a kind in which its mistakes cost something."""
+    for rng in rounds(name, 12):
+        situation = make_situation(rng, kind)
+        if not misses_mistakes(situation, kind):
+            break
+    return situation
+
+
 def check_choose_fleet(choose_fleet: Any) -> None:
     """Each plan keeps the goals in every sample with as many replicas as are up, and no other plan is much cheaper."""
-    for number, rng in enumerate(rounds("fleet", 2 if is_recording() else 4)):
-        situation = make_situation(rng, number)
+    kinds = list(KINDS)
+    if is_recording():  # each takes seconds: those whose mistakes are missed elsewhere, and one more
+        kinds = ["itl", "seats", seeded("kind of fleet").choice([kind for kind in KINDS if kind not in ("itl", "seats")])]
+    for kind in kinds:
+        situation = find_situation(f"fleet {kind}", kind)
         said, plan = _describe(situation), choose_fleet(situation.traffic, situation.goals, situation.prices)
         reference = cheapest(situation)
         if reference is None:
@@ -137,7 +197,7 @@ def check_choose_fleet(choose_fleet: Any) -> None:
         )
         _expect_possible(said, plan, situation.prices)
         _expect_kept(said, plan, situation)
-        _expect_cheap(said, plan, reference)
+        _expect_cheap(said, plan, reference, situation)
 
 
 def _expect_possible(said: str, plan: Plan, prices: Sequence[Machine]) -> None:
@@ -175,11 +235,14 @@ def _expect_kept(said: str, plan: Plan, situation: Situation) -> None:
         )  # fmt: skip
 
 
-def _expect_cheap(said: str, plan: Plan, reference: Plan) -> None:
+def _expect_cheap(said: str, plan: Plan, reference: Plan, situation: Situation) -> None:
+    same_seats = cheapest(situation, [plan.max_num_seqs])
     if plan.machine == reference.machine and plan.max_num_seqs == reference.max_num_seqs:
         look = "the number: fewer of the same are enough"
     elif plan.machine == reference.machine:
         look = "the seats: another `max_num_seqs` needs fewer machines"
+    elif plan.max_num_seqs != reference.max_num_seqs and same_seats is not None and plan.price <= same_seats.price:
+        look = f"the seats: with {plan.max_num_seqs} of them nothing is cheaper, with another `max_num_seqs` another fleet is"
     else:
         look = "what you compare: the price of the whole fleet with its spares, not the number of machines, nor a machine's price, nor the fleet without spares"
     require(

@@ -6,6 +6,8 @@ import math
 import random
 from typing import Any
 
+import numpy as np
+
 from minivllm.course.lessons.fleets import FleetGoals
 from minivllm.course.lessons.lesson_15.load import nearest_rank
 from minivllm.course.observations import expect, expect_number, require, rounds
@@ -83,6 +85,7 @@ def _check_meets(meets: Any, rng: random.Random) -> None:
     )
     right = ttft <= goals.ttft and itl <= goals.itl
     got = meets(goals, logs)
+    got = bool(got) if isinstance(got, np.bool_) else got
     look = "`meets`: both goals must be kept, by the p99 of the whole fleet; a wait that is as long as the goal is kept"
     if failed > 1 and got and not right:
         look = "requests that never got a token: leaving them out makes a broken fleet look fast, so they count as `math.inf`"
