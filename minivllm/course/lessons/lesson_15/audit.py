@@ -50,7 +50,7 @@ LAWS = ("queue", "little", "ttft", "loop", "seats", "cache", "cold")
 
 def true_report(rng: random.Random) -> Report:
     """A report in which everything fits, with the small errors that every measurement has."""
-    rate, wait, latency = rng.uniform(2, 400), rng.uniform(0.05, 3), rng.uniform(3.5, 30)
+    rate, wait, latency = rng.uniform(2, 400), rng.uniform(0.05, 2.5), rng.uniform(5.5, 30)
     running, replicas, prompt = rate * (latency - wait), rng.randint(1, 40), rng.uniform(0.02, 0.3)
     tokens, error = rng.uniform(100, 3000), rng.uniform(0.98, 1.02)
     return Report(

@@ -113,15 +113,21 @@ def find_fewest(machine: Machine, seats: int, situation: Situation) -> int | Non
     return low if low <= MOST else None
 
 
-def cheapest(situation: Situation, every_seats: Sequence[int] = SEATS) -> Plan | None:
-    """The cheapest plan, spares included, with these numbers of seats."""
+def find_plans(situation: Situation, every_seats: Sequence[int] = SEATS) -> list[tuple[int, Plan]]:
+    """For each machine and each of these numbers of seats: the fewest replicas that keep the goals, and a plan for them with its spares."""
     plans = []
     for machine in situation.prices:
         for seats in every_seats:
             needed = find_fewest(machine, seats, situation)
             if needed is not None:
-                plans.append(Plan(machine, seats, smallest_total(needed, machine.availability, situation.goals.availability)))
-    return min(plans, key=lambda plan: plan.price, default=None)
+                total = smallest_total(needed, machine.availability, situation.goals.availability)
+                plans.append((needed, Plan(machine, seats, total)))
+    return plans
+
+
+def cheapest(situation: Situation, every_seats: Sequence[int] = SEATS) -> Plan | None:
+    """The cheapest plan, spares included, with these numbers of seats."""
+    return min((plan for _, plan in find_plans(situation, every_seats)), key=lambda plan: plan.price, default=None)
 
 
 def number_up(plan: Plan, goal: float) -> int:
@@ -160,6 +166,12 @@ def misses_mistakes(situation: Situation, kind: str) -> bool:
             cheapest(replace(situation, goals=replace(situation.goals, itl=math.inf))),
             cheapest(replace(situation, traffic=situation.traffic[:1])),
             cheapest(situation, SEATS[:1]),
+        ]
+    elif kind == "slow":  # the fewest machines are taken, spares come after the choice
+        plans = find_plans(situation)
+        wrong = [
+            min(plans, key=lambda pair: pair[1].num_replicas)[1],
+            min(plans, key=lambda pair: pair[0] * pair[1].machine.price)[1],
         ]
     elif kind == "seats":  # only many seats tried, only the last day looked at
         wrong = [cheapest(situation, SEATS[1:]), cheapest(replace(situation, traffic=situation.traffic[1:]))]

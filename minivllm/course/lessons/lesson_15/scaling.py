@@ -11,7 +11,7 @@ from minivllm.course.observations import expect, require, rounds
 TARGET, TOLERANCE = 0.7, 0.1
 """How busy a replica should be, and by how much the fleet's size may differ from what that takes before it is changed."""
 MOST_FLAPS, MOST_LATE, MOST_HOURS = 8, 0.01, 1.3
-"""Of a day: flaps, the share of late requests, and replica-hours over what the traffic of each minute takes at `TARGET`."""
+"""Of a day: flaps, the share of late requests, and replica-hours over what the traffic of each tick takes at `TARGET`."""
 
 
 def check_recommend(recommend: Any) -> None:
@@ -53,15 +53,17 @@ def _judge(said: str, day: Day, least_hours: float) -> None:
     require(
         True, day.late <= MOST_LATE,
         f"{said}\nExpected late requests: {MOST_LATE:.0%} at the most\nGot late requests: {day.late:.2%}\n"
-        "Look at when `decide` raises the number: at once, and on the rate, which leads; the p99 lags: when it rises, the queue is there, and a replica takes minutes to start.",
+        "Look at what `decide` raises the number to, and when: to the need at `TARGET`, not at full capacity; at once; and on the rate, which leads: when the p99 rises, which lags, "
+        "the queue is there, and a replica takes minutes to start.",
     )  # fmt: skip
     require(
         True, day.flaps <= MOST_FLAPS,
         f"{said}\nExpected flaps: {MOST_FLAPS} a day at the most\nGot flaps: {day.flaps}\n"
-        "Look at when `decide` lowers the number: not below the largest recommendation of the last `window` seconds; and a start that follows a stop within 15 minutes is a flap.",
+        "Look at three things (a start that follows a stop within 15 minutes is a flap): the number must not go below the largest recommendation of the last `window` seconds; the "
+        "current number includes those that start; and noise of a tenth must not raise it, for which `recommend` has its tolerance.",
     )  # fmt: skip
     many = "are there replicas that start and are not counted, so that each tick orders them again? Does the number ever fall?"
     require(
         True, hours <= MOST_HOURS,
-        f"{said}\nExpected replica-hours: {MOST_HOURS:g} times what each minute's traffic takes, at the most\nGot replica-hours: {hours:.2f} times\nLook at what is paid for: {many}",
+        f"{said}\nExpected replica-hours: {MOST_HOURS:g} times what the traffic of each 15 seconds takes at `TARGET`, at the most\nGot replica-hours: {hours:.2f} times\nLook at what is paid for: {many}",
     )  # fmt: skip
