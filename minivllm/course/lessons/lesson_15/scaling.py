@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from minivllm.course.lessons.lesson_15.days import Day, day_rates, run_day
-from minivllm.course.observations import expect, require, rounds
+from minivllm.course.observations import expect, require, rounds, see
 
 TARGET, TOLERANCE = 0.7, 0.1
 """How busy a replica should be, and by how much the fleet's size may differ from what that takes before it is changed."""
@@ -42,6 +42,7 @@ def check_scaler(cls: Any) -> None:
     for number, rng in enumerate(rounds("day", 4)):
         capacity, peak, burst = 4.0, rng.choice((60.0, 120.0)), (1.0, 1.5)[number % 2]
         rates = day_rates(rng, peak, burst)
+        see(sum(rates))  # which day it was
         start = max(1, math.ceil(rates[0] / (capacity * TARGET)))
         day = run_day(cls(capacity), rates, capacity, start)
         said = f"A day with {peak:g} requests a second at its peak{' and a burst of half as many more' if burst > 1 else ''}; a replica answers {capacity:g}."
