@@ -101,9 +101,7 @@ def draw_roofline(
     axes.plot([ridge, ridge], [bottom, peak_flops], color="#555555", linewidth=1, linestyle=(0, (4, 4)), zorder=1)
     for peak in peaks.values():
         begin = min(ridge, peak / bandwidth)
-        axes.plot(
-            [begin, peak / bandwidth, right], [begin * bandwidth, peak, peak], color="#555555", linewidth=1.4, zorder=2
-        )
+        axes.plot([begin, peak / bandwidth, right], [begin * bandwidth, peak, peak], color="#555555", linewidth=1.4, zorder=2)
     for i, series in enumerate(dict.fromkeys(point.series for point in points)):
         of_series = [point for point in points if point.series == series]
         axes.plot(
@@ -125,7 +123,9 @@ def draw_roofline(
     figure.draw_without_rendering()  # labels are placed in pixels, so the layout must be known
     own = next((point.series for point in points if point.series not in peaks), "arithmetic") if peaks else "arithmetic"
     taken = _write_limits(axes, {own: peak_flops, **peaks}, ridge, bandwidth, (left, right, bottom))
-    _write_labels(axes, points, lambda point: peaks.get(point.series, peak_flops), [peak_flops, *peaks.values()], bandwidth, taken)
+    _write_labels(
+        axes, points, lambda point: peaks.get(point.series, peak_flops), [peak_flops, *peaks.values()], bandwidth, taken
+    )
     figure.set_layout_engine("none")
     return figure
 
