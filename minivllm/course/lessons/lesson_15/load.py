@@ -13,9 +13,9 @@ _COLUMNS = ("requests", "prompt tokens", "output tokens")
 
 
 def random_trace(rng: random.Random, window: float) -> list[TracedRequest]:
-    """Arrivals with pauses that are longer than a window, and a window that has only begun at the end."""
+    """Arrivals with pauses that are longer than a window, and a window that has only begun at the end. Some traces have over 100 windows."""
     now, trace = 0.0, []
-    for _ in range(rng.randint(20, 60)):
+    for _ in range(rng.choice((rng.randint(20, 60), 300))):
         trace.append(TracedRequest(round(now, 3), rng.randint(1, 900), rng.randint(1, 90)))
         now += rng.choice((0.03, 0.1, 0.2, 0.5, rng.random() * 3)) * window
     return trace
