@@ -19,7 +19,7 @@ setup: ## Make the virtual environment: pinned packages and the default model
 demo: setup ## Serve a few requests with the default model and show what the engine does
 	@"$(VENV)/bin/minivllm" demo $(ARGS)
 
-# Two processes, each with whole files, in the order of conftest.py. Idle threads must sleep, or each process would slow the other down.
+# Two processes, each with whole files, in the order of tests/conftest.py. Idle threads must sleep, or each process would slow the other down.
 # A test that hangs fails after 15 minutes, with what each thread was doing.
 # ARGS=--long adds the long tests, as .ci/run does; ARGS='-m "not slow"' leaves out the slow ones; ARGS="-n 0 --pdb" runs them in one process, with a debugger.
 test: setup ## Run the tests, those in the notebooks too
@@ -44,8 +44,8 @@ test-minimum: ## Run the tests with the oldest versions that pyproject.toml allo
 	OMP_WAIT_POLICY=PASSIVE "$(VENV)-minimum/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 900 tests $(ARGS)
 
 lint: setup ## Check style, form and types of the code
-	"$(VENV)/bin/python" -m ruff check conftest.py minivllm tests benchmarks tools
-	"$(VENV)/bin/python" -m ruff format --check conftest.py minivllm tests benchmarks tools
+	"$(VENV)/bin/python" -m ruff check minivllm tests benchmarks tools
+	"$(VENV)/bin/python" -m ruff format --check minivllm tests benchmarks tools
 	"$(VENV)/bin/python" -m mypy
 
 # make check-vllm-links VLLM=path/to/vllm-0.32.0.whl

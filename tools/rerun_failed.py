@@ -39,6 +39,8 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     if len(failed) > MOST:
         print(f"{len(failed)} tests failed: too many to have failed by chance. None is run again.")
         return 1
+    if all(name.endswith(".ipynb") for name in failed):  # pytest does not read tests/conftest.py, which alone knows this option
+        arguments = [argument for argument in arguments if argument != "--long"]
     print("Run again, alone:", *failed, sep="\n  ", flush=True)
     command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:cacheprovider", *arguments, *failed]
     status = subprocess.run(command, cwd=root).returncode

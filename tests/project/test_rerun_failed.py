@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 
 _spec = importlib.util.spec_from_file_location("rerun_failed", Path(__file__).parents[2] / "tools/rerun_failed.py")
@@ -84,9 +85,12 @@ def test_of_a_notebook_all_cells_run_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_notebook_alone_takes_the_options_of_the_tests():
-    root = rerun_failed.ROOT
-    notebook = min((root / "notebooks").glob("*.ipynb")).relative_to(root)
-    command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:cacheprovider", "--long", "--collect-only", "-q", notebook]
-    out = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
+def test_a_notebook_alone_runs_without_the_option_of_tests(tmp_path, capfd):
+    (tmp_path / "pytest.ini").touch()
+    cell = nbformat.v4.new_code_cell(
+        "1 + 1", execution_count=1, outputs=[nbformat.v4.new_output("execute_result", {"text/plain": "2"}, execution_count=1)]
+    )
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "a.ipynb")
+    note_failed(tmp_path, "a.ipynb::Cell 0")
+    assert rerun_failed.main(["--long", "-q"], tmp_path) == 0
+    assert "1 passed" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""Hypothesis profiles, options, the models that tests share, and the `slow` marker of notebooks: for tests/, notebooks/ and solutions/."""
+"""Hypothesis profiles, the models that tests share, and the `slow` marker of notebooks."""
 
 from __future__ import annotations
 
