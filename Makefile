@@ -22,7 +22,7 @@ demo: setup ## Serve a few requests with the default model and show what the eng
 # Two processes, each with whole files, in the order of tests/conftest.py. Idle threads must sleep, or each process would slow the other down.
 # A test that hangs fails after 15 minutes, with what each thread was doing.
 # ARGS=--long adds the long tests, as .ci/run does; ARGS='-m "not slow"' leaves out the slow ones; ARGS="-n 0 --pdb" runs them in one process, with a debugger.
-test: setup ## Run the tests, those in the notebooks too
+test: setup ## Run the tests, and the notebooks of the first lessons; all with ARGS=--long
 	OMP_WAIT_POLICY=PASSIVE "$(VENV)/bin/python" -m pytest --nbval -n 2 --dist loadfile --no-loadscope-reorder --timeout 900 $(ARGS)
 
 # With the settings in tools/jupyterlab, a link to the glossary opens the rendered page at its term.

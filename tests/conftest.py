@@ -46,6 +46,9 @@ LONG = (
 The first compiles the CPU kernels of a fresh clone, in one process; the second needs none of them.
 """
 
+FIRST_LONG_LESSON = "05"
+"""Notebooks of lessons from this one on run only with --long, or if no test is named beside them."""
+
 WITH_PROCESSES = {"bench", "distributed", "engine", "serving"}
 """Folders of tests whose engines run in processes of their own."""
 
@@ -78,12 +81,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out long tests, unless with `--long`, and nightly ones by day. With several processes, long files come first.
 
-    Cells of notebooks are slow tests: `-m "not slow"` leaves the notebooks out. Those of solutions are long ones.
+    Cells of notebooks are slow tests: `-m "not slow"` leaves the notebooks out. Those of solutions and of later lessons are long ones.
     """
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker("slow")
-            if item.path.parent.name == "solutions":  # the tests of lessons run their code, too
+            # The tests of lessons run the code of solutions, too, and test_notebooks.py compares the source that notebooks show.
+            if item.path.parent.name == "solutions" or item.path.name >= FIRST_LONG_LESSON:
                 item.add_marker("long")
     wanted = {"long": config.getoption("--long"), "nightly": NIGHTLY}
     left_out = [item for item in items if any(item.get_closest_marker(name) and not runs for name, runs in wanted.items())]

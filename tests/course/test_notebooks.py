@@ -1,11 +1,12 @@
 """Stored notebooks were run from top to bottom, show no errors, are small, and name files that exist.
 
-That their outputs are right is checked by running them: `pytest --nbval notebooks solutions`, which `make test` does. That
+That their outputs are right is checked by running them: `pytest --nbval notebooks solutions`, which `make test ARGS=--long` does. That
 exercises are those of the solutions is in test_exercises.py.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from minivllm.course.first_cells import renew_first_cells, repository_address
 from minivllm.course.grading.stubs import find_asked
 from minivllm.course.last_cell import renew_last_cell
+from minivllm.course.sources import find_source
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {folder: sorted((ROOT / folder).glob("*.ipynb")) for folder in ("notebooks", "solutions", "exercises")}
@@ -70,6 +72,29 @@ def test_it_was_run_from_top_to_bottom(path):
     outputs = [output for cell in cells for output in cell.outputs]
     assert outputs
     assert not [output for output in outputs if output.output_type == "error"]
+
+
+SHOWN = [
+    pytest.param(path, place, id=f"{path.parent.name}/{path.stem}: {re.search(r'show_source.(.*)[)]', cell.source)[1]}")
+    for path in (*FOLDERS["notebooks"], *FOLDERS["solutions"])
+    for place, cell in enumerate(code_cells(path))
+    if re.search(r"^show_source", cell.source, re.MULTILINE)
+]
+"""Cells that show source of the package: a notebook, and the cell's place among its code."""
+
+
+@pytest.mark.parametrize(("path", "place"), SHOWN)
+def test_source_that_was_shown_is_still_that_of_the_package(path, place):
+    """So whoever changes the engine knows which notebooks to run again."""
+    cells = code_cells(path)[: place + 1]
+    names = {}
+    for cell in cells:
+        code = "\n".join(line for line in cell.source.split("\n") if not line.startswith(("%", "!")))
+        imports = [node for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        exec(compile(ast.Module(imports, []), cell.id, "exec"), names)
+    shown = re.findall(r"^show_source\((.*)\)", cells[-1].source, re.MULTILINE)
+    stored = [output.data["text/html"] for output in cells[-1].outputs if "text/html" in output.get("data", ())]
+    assert stored == [find_source(eval(name, names))._repr_html_() for name in shown]
 
 
 @notebooks_of("exercises")

@@ -221,7 +221,7 @@ def run_processes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["shared stages", "gloo stages"])
+@pytest.mark.parametrize("kind", ["shared stages", pytest.param("gloo stages", marks=pytest.mark.long)])
 def test_batches_and_failures_pass_between_processes(run_processes, kind):
     """Two ranks in each stage: sums stay within a stage, and batches go to the neighbour with the same place."""
     assert run_processes(kind, "stages", 2, 2) == [[[]]] * 4

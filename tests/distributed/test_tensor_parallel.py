@@ -237,7 +237,11 @@ def test_tokens_of_several_ranks_are_those_of_one(model, world_size):
 )
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.nightly), {"quantization": "int8"}, {"attention_backend": "torch"}],
+    [
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.nightly),
+        pytest.param({"quantization": "int8"}, marks=pytest.mark.long),
+        {"attention_backend": "torch"},
+    ],
     ids=str,
 )
 def test_other_dtypes_are_near(model, options):

@@ -62,7 +62,7 @@ WAYS = {
 }  # fmt: skip
 
 
-SHOWN = ("alone", "batched", "chunked", "all at once")
+SHOWN = ("alone", "all at once")
 """Ways that are run in any case."""
 
 

@@ -80,7 +80,12 @@ def test_tokens_are_the_same_however_the_model_is_divided(folder):
 @pytest.mark.parametrize("folder", ["llama, tied", "llama", "opt"], indirect=True)
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "attention_backend": "torch"}, {"quantization": "int8"}, {"dtype": "float16"}],
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "attention_backend": "torch"},
+        {"quantization": "int8"},
+        pytest.param({"dtype": "float16"}, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_log_probabilities_are_finite_and_near_those_of_float32(folder, options):

@@ -170,6 +170,7 @@ def test_stretched_rotary_frequencies_are_refused(tmp_path):
         convert_gguf(tmp_path / "m.gguf")
 
 
+@pytest.mark.long
 def test_damage_anywhere_in_the_header_gets_a_sentence(tmp_path):
     file = tmp_path / "m.gguf"
     write_gguf(file)

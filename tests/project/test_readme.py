@@ -19,8 +19,10 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted(ROOT.glob("C*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
+SHORT = ("README.md", "docs/using.md")
+"""Pages whose code runs without --long, too."""
 PYTHON = [
-    pytest.param(code, id=f"{name}-{number}")
+    pytest.param(code, id=f"{name}-{number}", marks=() if name in SHORT else pytest.mark.long)
     for name, text in TEXTS.items()
     for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
 ]

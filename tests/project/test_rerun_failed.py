@@ -47,6 +47,7 @@ def test_what_failed_by_chance_passes_and_is_named(tmp_path, capfd):
     assert "1 passed" in out and out.endswith("to be mended:\n  test_it.py::test_of_chance\n"), "only what failed runs again"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_fails_again_fails(tmp_path, capfd):
     assert run(tmp_path, fails=True) == 1

@@ -67,6 +67,7 @@ def test_a_process_that_cannot_start_fails_its_request_only():
     asyncio.run(run())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_is_served_over_http_like_any_engine():
     program, options = MODES["processes"]
