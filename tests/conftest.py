@@ -52,6 +52,9 @@ FIRST_LONG_LESSON = "05"
 WITH_PROCESSES = {"bench", "distributed", "engine", "serving"}
 """Folders of tests whose engines run in processes of their own."""
 
+COLD = {"test_multiproc.py", "test_replicas_command.py", "test_serve_command.py"}
+"""Files of them that do without `warm_processes` when run with --long."""
+
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("short", max_examples=20, **_common)
 settings.register_profile("long", max_examples=50, **_common)
@@ -101,13 +104,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Processes of engines begin with their imports done, unless with `--long`: see `warm_processes`."""
+    """Processes of engines begin with their imports done, but at night: see `warm_processes`."""
     folders = {item.path.parent.name for item in session.items}
-    if session.config.getoption("--long") or not warm_processes.is_possible() or not folders & WITH_PROCESSES:
+    if NIGHTLY or not warm_processes.is_possible() or not folders & WITH_PROCESSES:
         return
     nursery = warm_processes.Nursery()
     session.config.add_cleanup(nursery.close)
     warm_processes.use(nursery)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """With `--long`, some files have processes that start as they do for users."""
+    warm_processes.is_paused = item.config.getoption("--long") and item.path.name in COLD
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

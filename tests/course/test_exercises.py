@@ -212,9 +212,13 @@ def test_the_stored_exercises_are_those_of_the_solutions_which_have_answers_and_
         assert any(map(is_answer, cells)) and any(map(is_check, cells)), path.name
 
 
+WHEN = {"02": (), "08": pytest.mark.long, "15": pytest.mark.long}
+"""Lessons whose exercise is run by day. The tests of each lesson judge cells that are left as they are, too."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(path.name, marks=() if path.name[:2] == "02" else pytest.mark.long) for path in SOLUTIONS]
+    "name", [pytest.param(path.name, marks=WHEN.get(path.name[:2], pytest.mark.nightly)) for path in SOLUTIONS]
 )
 def test_an_untouched_exercise_fails_at_all_its_checks_and_nowhere_else(name):
     exercise = nbformat.reads(generate_exercises(ROOT / "solutions")[name], as_version=4)

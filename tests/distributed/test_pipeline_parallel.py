@@ -80,19 +80,25 @@ SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=1, n=2, max_tokens=10, 
 PROMPTS = prompts_of([1, 9, 17, 40, 33])
 
 
-@pytest.mark.parametrize("name", MODELS)
+NUMBERS = {
+    "float32": {}, "eager": {"enforce_eager": True}, "int8": {"quantization": "int8"}, "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16", "attention_backend": "torch"},
+}  # fmt: skip
+BY_DAY = {(model, "float32"): () for model in MODELS} | {(model, "int8"): () for model in MODELS}
+BY_DAY |= {("llama", way): pytest.mark.long for way in ("eager", "bfloat16", "float16")} | {("opt", "float16"): pytest.mark.long}
+"""The other models with other numbers compile kernels for a minute and more."""
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("name", "numbers"),
     [
-        {},
-        pytest.param({"enforce_eager": True}, marks=pytest.mark.long),
-        {"quantization": "int8"},
-        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.long),
-        pytest.param({"dtype": "float16", "attention_backend": "torch"}, marks=pytest.mark.long),
+        pytest.param(name, numbers, marks=BY_DAY.get((name, numbers), pytest.mark.nightly), id=f"{name}, {numbers}")
+        for numbers in NUMBERS
+        for name in MODELS
     ],
-    ids=str,
 )
-def test_stages_give_the_numbers_of_one(folders, name, options):
+def test_stages_give_the_numbers_of_one(folders, name, numbers):
+    options = NUMBERS[numbers]
     args = EngineArgs(str(folders[name]), **OPTIONS, **options)
     one = generate(engine_on_threads(args), PROMPTS, GREEDY)
     for num_stages, partition in ((2, None), (3, "1,1,3")):

@@ -157,7 +157,7 @@ def test_after_every_token_a_request_goes_on_as_if_nothing_had_happened(llm, par
                 interrupted.append(interrupted_state)
                 expected.append((outputs, num_given, whole))
     assert len(interrupted) > 180
-    step = (1 if name == "default" else 7) if NIGHTLY else (5 if name == "default" else 19)
+    step = (1 if name == "default" else 7) if NIGHTLY else (10 if name == "default" else 37)
     interrupted, expected = interrupted[::step], expected[::step]
     for outputs, (before, num_given, whole) in zip(go_on(other.llm_engine, interrupted), expected, strict=True):
         assert_same(joined(before[:num_given] + outputs, len(whole)), whole)

@@ -62,12 +62,14 @@ WAYS = {
 }  # fmt: skip
 
 
-SHOWN = ("alone", "all at once")
-"""Ways that are run in any case."""
+WHEN = dict.fromkeys(("alone", "all at once"), ()) | dict.fromkeys(
+    ("static", "few blocks, recompute", "odd block size"), pytest.mark.long
+)
+"""Ways that are run by day. "All at once" has what the others have."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [way if way in SHOWN else pytest.param(way, marks=pytest.mark.long) for way in WAYS])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=WHEN.get(way, pytest.mark.nightly)) for way in WAYS])
 def test_greedy_tokens_equal_transformers(way, prompts, judge):
     """benchmarks/agreement.py is the large version: 200 prompts of up to 900 tokens."""
     args = {"kv_cache_memory_bytes": 256 * 2**20, "max_model_len": 256} | WAYS[way]

@@ -38,7 +38,9 @@ class ServeProcess:
         self.log = log
         environment = os.environ | {"MINIVLLM_API_KEY": KEY}
         with log.open("w") as file:
-            entry = [warm_processes.__file__, "minivllm"] if warm_processes.is_used else ["-m", "minivllm.entrypoints.cli.main"]
+            entry = (
+                [warm_processes.__file__, "minivllm"] if warm_processes.are_used() else ["-m", "minivllm.entrypoints.cli.main"]
+            )
             command = [sys.executable, *entry, "serve", MODEL, "--port", "0", *SMALL, *options]
             self.process = subprocess.Popen(command, stderr=file, env=environment)
         self.url = self._wait_for_url()

@@ -1,7 +1,8 @@
 """Processes of an engine that begin with everything imported: most of what a small one costs is importing torch.
 
 A process that has imported the modules forks a copy of itself for each process that the package starts. The copy becomes a child of the
-tests, gets the files and the environment that it would have had, and runs the same module. With --long processes start as they do for users.
+tests, gets the files and the environment that it would have had, and runs the same module. At night all processes start as they do for
+users; with --long, those of some files do (see conftest.py).
 
     python tests/support/warm_processes.py minivllm serve ...    does the same for the processes of a server
 """
@@ -46,6 +47,13 @@ _ROOM = 20_000
 _lock = threading.Lock()
 is_used = False
 """Whether processes are started so."""
+is_paused = False
+"""Whether they are not, for a while."""
+
+
+def are_used() -> bool:
+    """Whether the next process is a copy."""
+    return is_used and not is_paused
 
 
 def is_possible() -> bool:
@@ -110,7 +118,7 @@ def use(nursery: Nursery) -> None:
             environment = given["env"]
             if (status := nursery.process.poll()) is not None:
                 raise RuntimeError(f"The process that is copied has ended with status {status}: see what it wrote.")
-            if _fixed(environment) != nursery.environment:
+            if is_paused or _fixed(environment) != nursery.environment:
                 super()._execute_child(*arguments, **options)
                 return
             descriptors = {number: number for number in given["pass_fds"]}
