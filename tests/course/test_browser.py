@@ -354,7 +354,7 @@ def test_a_lesson_runs_and_its_widgets_answer(lessons_page, jupyterlab, lesson):
     assert numbers == [f"[{number}]:" for number in range(1, len(numbers) + 1)]
     expect_no_errors(page)
     boxes = page.locator(".jp-OutputArea-output").filter(has=page.locator(".noUi-handle"))
-    assert boxes.count() >= 1, "it has no widget"
+    boxes.first.wait_for()  # a widget is drawn some time after its cell has run
     for number, box in enumerate(boxes.all()):
         old = picture(box)
         box.locator(".noUi-handle").first.press("ArrowRight")

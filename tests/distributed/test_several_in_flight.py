@@ -294,9 +294,9 @@ def test_ctrl_c_while_an_answer_is_read(executor, monkeypatch, is_after):
 
     monkeypatch.setattr(answers, "_take", take_and_interrupt)
     for number in range(1, 8):
-        messages_left[0] = number
         pending = [launch(executor, request) for request in (make_step(1), make_step(2), bad, make_step(3))]
         time.sleep(0.05)
+        messages_left[0] = number  # not before: if a queue is full, answers are read while a step is launched
         assert insist(pending[0])[0].token_ids == insist(pending[1])[0].token_ids == expected
         with pytest.raises(WorkerError):
             insist(pending[2])

@@ -162,6 +162,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "loads: max(0, math.ceil(percent * len(column) / 100) - 1) → max(math.ceil(percent * len(column) / 100) - 1, 0)": _ANY_ORDER,
         "tail: max(0, math.ceil(percent * len(waits) / 100) - 1) → max(math.ceil(percent * len(waits) / 100) - 1, 0)": _ANY_ORDER,
         "interrupted: time < 1.5 * first(work) → time <= 1.5 * first(work)": "no step takes that long to the bit",
+        "spares: sum((math.comb(total, k) * availability ** k * (1 - availability) ** (total - k) for k in up)) >= goal → "
+        "sum((math.comb(total, k) * availability ** k * (1 - availability) ** (total - k) for k in up)) > goal": "rounding decides where they are equal",
+        "audit: report.ttft < report.wait + report.prompt → report.ttft <= report.wait + report.prompt": "no run has the two equal to the bit",
         "spares: 1 → 2": "more than all cannot be up: there are 0 ways",
         "audit: report.running > report.num_replicas * report.max_num_seqs → report.running >= report.num_replicas * report.max_num_seqs": (
             "on average the seats are never all taken, from the first step to the last"

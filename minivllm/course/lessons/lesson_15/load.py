@@ -13,9 +13,9 @@ _COLUMNS = ("requests", "prompt tokens", "output tokens")
 
 
 def random_trace(rng: random.Random, window: float) -> list[TracedRequest]:
-    """Arrivals with pauses that are longer than a window, and a window that has only begun at the end. Some traces have over 100 windows."""
-    now, trace = 0.0, []
-    for _ in range(rng.choice((rng.randint(20, 60), 300))):
+    """Arrivals with pauses that are longer than a window, and a window that has only begun at the end. Some traces have a few windows, some over 100."""
+    now, trace, fewest = 0.0, [], rng.choice((6, rng.randint(20, 60), 300))
+    while len(trace) < fewest or trace[-1].arrival_time < 2 * window:
         trace.append(TracedRequest(round(now, 3), rng.randint(1, 900), rng.randint(1, 90)))
         now += rng.choice((0.03, 0.1, 0.2, 0.5, rng.random() * 3)) * window
     return trace
@@ -60,7 +60,7 @@ def check_loads(loads: Any, load_at: Any) -> None:
                 }
                 look = "`loads`: which requests are in a window (from its first moment, up to the next one's), and by how many seconds you divide"
                 expect_number(said, f"{name} a second in window {i}", right[column], mine[column], look, mistakes)
-        percent = rng.choice((25, 50, 90, 99, 100))
+        percent = rng.choice((1, 25, 50, 90, 99, 100))
         mine = load_at(trace, window, percent)
         require(
             3,
