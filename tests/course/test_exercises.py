@@ -212,7 +212,7 @@ def test_the_stored_exercises_are_those_of_the_solutions_which_have_answers_and_
         assert any(map(is_answer, cells)) and any(map(is_check, cells)), path.name
 
 
-WHEN = {"02": (), "08": pytest.mark.long, "15": pytest.mark.long}
+WHEN = {"02": (), "08": pytest.mark.long, "14": pytest.mark.long}
 """Lessons whose exercise is run by day. The tests of each lesson judge cells that are left as they are, too."""
 
 

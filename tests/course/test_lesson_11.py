@@ -13,3 +13,4 @@ class TestChecks(LessonChecks):
     points = 19
     says = ("Expected", "Got", "Look at")
     every = 7
+    tries_mistakes_at_night = True

@@ -32,6 +32,7 @@ class TestChecks(LessonChecks):
     points = 20
     says = ("Expected", "Got", "Look at")
     every = 9
+    tries_mistakes_at_night = True
 
 
 MACHINE = Machine("A", 2.0, CostModel(0.01, per_prefill_token=4e-5, per_decode_seq=2e-4))

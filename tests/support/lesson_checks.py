@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import pytest
 from lesson_cells import Cell, Outcome, edited, read_cells, run_cells, untouched, without_earlier_checks
 from mutate_lesson import WANTED, find_survivors
+from nightly import NIGHTLY
 
 from minivllm.course.grading.observe import find_difference
 
@@ -133,11 +134,13 @@ class LessonChecks:
     """Every how many of the wrong and of the right answers one is tried without --long."""
     every: ClassVar[int | None] = None
     """Every how many of the small mistakes that `mutate_lesson.py` makes one is tried; None if the lesson has another test of them."""
+    tries_mistakes_at_night: ClassVar[bool] = False
+    """Whether they are tried at night alone, because it takes a minute or more."""
 
     def __init_subclass__(cls) -> None:
         if cls.points is None:
             cls.test_the_solution_earns_all_points = None
-        if cls.every is None:
+        if cls.every is None or (cls.tries_mistakes_at_night and not NIGHTLY):
             cls.test_a_sample_of_small_mistakes_is_caught = None
         if not read_answers(cls.number, "right"):
             cls.test_another_right_answer_passes = None
