@@ -211,7 +211,13 @@ def test_a_bfloat16_weight_is_packed_as_it_is():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes, parts",
-    [("", ()), ("-avx512f", ()), ("-avx512vnni", ("products",)), ("+avx512bf16", ()), ("-avx512bf16", ("products",))],
+    [
+        pytest.param("", (), marks=pytest.mark.nightly),
+        ("-avx512f", ()),
+        ("-avx512vnni", ("products",)),
+        ("+avx512bf16", ()),
+        ("-avx512bf16", ("products",)),
+    ],
 )
 def test_kernels_on_other_processors(changes, parts):
     """As this processor is, and as those that have fewer instructions of its own: `kernels.cpu.native.features`."""
