@@ -65,7 +65,7 @@ WAYS = {
 WHEN = dict.fromkeys(("alone", "all at once"), ()) | dict.fromkeys(
     ("static", "few blocks, recompute", "odd block size"), pytest.mark.long
 )
-"""Ways that are run by day. "All at once" has what the others have."""
+"""Ways that are run by day. What the others set is set in "all at once", too."""
 
 
 @pytest.mark.slow
