@@ -26,7 +26,7 @@ from minivllm.models.stages import here, make_layers, own_layers
 class LlamaAttention(nn.Module):
     """Grouped-query self-attention with rotary positions; with `qk_norm`, queries and keys are normalized first."""
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, platform: Platform, qk_norm: bool) -> None:
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, platform: Platform, qk_norm: bool, layer: int) -> None:
         super().__init__()
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
         bias = config.hf_config.get("attention_bias", False)
@@ -68,11 +68,11 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each reading the normalized residual stream and adding to it."""
 
-    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, platform: Platform, qk_norm: bool) -> None:
+    def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, platform: Platform, qk_norm: bool, layer: int) -> None:
         super().__init__()
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
         self.input_layernorm = RMSNorm(hidden_size, eps, platform.ops)
-        self.self_attn = LlamaAttention(config, rotary, platform, qk_norm)
+        self.self_attn = LlamaAttention(config, rotary, platform, qk_norm, layer)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps, platform.ops)
         self.mlp = LlamaMLP(config.hf_config, platform)
 
@@ -96,7 +96,7 @@ class LlamaModel(nn.Module):
             stage.is_first or is_head, lambda: VocabParallelEmbedding(config.vocab_size, hidden_size, platform)
         )
         rotary = RotaryEmbedding(config.head_dim, config.max_model_len, rope_parameters(config.hf_config), platform.ops)
-        self.layers = make_layers(config.num_layers, stage, lambda: LlamaDecoderLayer(config, rotary, platform, qk_norm))
+        self.layers = make_layers(config.num_layers, stage, lambda i: LlamaDecoderLayer(config, rotary, platform, qk_norm, i))
         self.norm = here(stage.is_last, lambda: RMSNorm(hidden_size, eps, platform.ops))
         self.stage = stage
 

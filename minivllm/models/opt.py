@@ -67,7 +67,7 @@ class OPTDecoder(nn.Module):
         )
         num_positions = config.hf_config["max_position_embeddings"] + POSITION_OFFSET
         self.embed_positions = here(stage.is_first, lambda: nn.Embedding(num_positions, hidden_size, dtype=platform.dtype))
-        self.layers = make_layers(config.num_layers, stage, lambda: OPTDecoderLayer(config, platform))
+        self.layers = make_layers(config.num_layers, stage, lambda i: OPTDecoderLayer(config, platform))
         self.final_layer_norm = here(stage.is_last, lambda: nn.LayerNorm(hidden_size))
         self.stage = stage
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,10 +20,10 @@ def here(is_here: bool, make: Callable[[], Any]) -> Any:
     return make() if is_here else PPMissingLayer()
 
 
-def make_layers(num_layers: int, stage: Stage, make: Callable[[], nn.Module]) -> nn.ModuleList:
-    """The decoder layers, of which this stage has its own."""
+def make_layers(num_layers: int, stage: Stage, make: Callable[[int], nn.Module]) -> nn.ModuleList:
+    """The decoder layers, of which this stage has its own. `make` gets a layer's number in the whole model."""
     own = stage.layers(num_layers)
-    return nn.ModuleList(here(i in own, make) for i in range(num_layers))
+    return nn.ModuleList(here(i in own, partial(make, i)) for i in range(num_layers))
 
 
 def own_layers(layers: Iterable[nn.Module]) -> list[Any]:
