@@ -130,13 +130,14 @@ class LlamaForCausalLM(CausalLM):
     supports_pipeline_parallel = True
     intermediate_names = ("hidden_states", "residual")
     qk_norm = False
+    model_cls = LlamaModel
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__(config, platform)
         hf_config = config.hf_config
         if hf_config.get("hidden_act", "silu") != "silu":
             raise ModelLoadError(f"hidden_act {hf_config['hidden_act']!r} is not supported for this family: only 'silu' is.")
-        self.model = LlamaModel(config, platform, self.qk_norm)
+        self.model = self.model_cls(config, platform, self.qk_norm)
         self.tie_word_embeddings = hf_config.get("tie_word_embeddings", False)
         tied_to = self.model.embed_tokens if self.tie_word_embeddings else None
         stage = platform.stage

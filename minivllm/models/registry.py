@@ -17,6 +17,7 @@ from typing import Any
 from minivllm.config import ModelConfig, ParallelConfig
 from minivllm.errors import ConfigError, ModelLoadError, RequestError
 from minivllm.models.base import CausalLM
+from minivllm.models.gemma3 import Gemma3ForCausalLM
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.opt import OPTForCausalLM
 from minivllm.models.qwen3 import Qwen3ForCausalLM
@@ -26,6 +27,7 @@ MODELS: dict[str, type[CausalLM] | str] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "OPTForCausalLM": OPTForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
 }
 """Architecture in config.json to the class that computes it, or to "module:Class"."""
 
