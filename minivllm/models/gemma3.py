@@ -96,7 +96,9 @@ class Gemma3Model(LlamaModel):
             for kind, parameters in hf_config["rope_parameters"].items()
         }
         self.layers = make_layers(
-            config.num_layers, self.stage, lambda i: Gemma3DecoderLayer(config, rotaries[hf_config["layer_types"][i]], platform, i)
+            config.num_layers,
+            self.stage,
+            lambda i: Gemma3DecoderLayer(config, rotaries[hf_config["layer_types"][i]], platform, i),
         )
         self.norm = here(self.stage.is_last, lambda: GemmaRMSNorm(hidden_size, eps, platform.ops))
 
