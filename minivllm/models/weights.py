@@ -131,6 +131,8 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The checkpoint's files, and which of them has which tensor, if an index says so."""
     for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if index_name.startswith("pytorch") and any(folder.glob("model*.safetensors")):
+            continue  # a download has every index, but of the weights only these
         if (folder / index_name).exists():
             weight_map = read_json(folder / index_name).get("weight_map")
             names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
