@@ -24,7 +24,7 @@ from minivllm.models.weights import load_model
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
-from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
+from minivllm.worker.memory import available_cpu_memory, cpu_cache_bytes, measure_peak_memory, useful_cache_bytes
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.sampler import Sampler
 from minivllm.worker.stage import PipelineStage
@@ -43,9 +43,6 @@ WARM_UP_PARAMS = (
     SamplingParams(top_p=0.9, presence_penalty=1.0),
 )
 """Kinds of sampling that have kernels of their own."""
-
-CPU_CACHE_LIMIT = 4 * 2**30
-"""The default limit of the cache on a CPU, in bytes: a laptop runs other programs, too."""
 
 MAX_STEPS_BEFORE = 2
 """With asynchronous scheduling, how many steps in flight before a step its placeholders may refer to."""
@@ -251,8 +248,7 @@ class Worker:
         max_num_seqs, max_model_len = self.scheduler_config.max_num_seqs, self.model_config.max_model_len
         max_tokens = self._max_tokens()
         max_rows = min(max_num_seqs * (1 + self.scheduler_config.num_speculative_tokens), max_tokens)  # of logits
-        # More blocks than all sequences together can fill would be useless.
-        useful = max_num_seqs * -(-max_model_len // self.cache_config.block_size) * self.block_bytes
+        useful = useful_cache_bytes(max_num_seqs, max_model_len, self.cache_config.block_size, self.block_bytes)
         runner = self.model_runner
         one_block = CacheEngine(self.rank_config, self.cache_config.block_size, 1, 0, self.platform).gpu_cache
         if self.device.type == "cuda":
@@ -269,10 +265,9 @@ class Worker:
                 return min(usable // -(-self.num_ranks // torch.cuda.device_count()) - peak, useful)
             others = total - free - torch.cuda.memory_reserved(self.device)
             return min(usable - others - peak, useful)
-        num_ranks = self.num_ranks  # which share this memory
+        fraction, num_ranks = self.cache_config.gpu_memory_utilization, self.num_ranks  # which share this memory
         if getattr(self.platform.attention_backend.load_ops(), "INTERPRETED", False):  # a profiling run would take minutes
-            usable = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization)
-            return min(usable // num_ranks, CPU_CACHE_LIMIT // num_ranks, useful)
+            return cpu_cache_bytes(available_cpu_memory(), fraction, 0, useful, num_ranks)
         # A smaller prefill and a smaller batch, scaled up: the largest step would take seconds on a CPU.
         num_tokens, num_seqs = min(max_tokens, CPU_PROFILE_TOKENS), min(max_rows, CPU_PROFILE_SEQS)
         num_prompts = -(-num_tokens // max_model_len)
@@ -280,8 +275,7 @@ class Worker:
         sampling_peak = measure_peak_memory(lambda: runner.profile_run(num_seqs, num_seqs, one_block))
         prefill_peak = measure_peak_memory(lambda: runner.profile_run(num_tokens, num_prompts, one_block))
         needed = prefill_peak * max_tokens // num_tokens + sampling_peak * max_rows // num_seqs
-        left = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization) // num_ranks - needed
-        return min(left, CPU_CACHE_LIMIT // num_ranks, useful)
+        return cpu_cache_bytes(available_cpu_memory(), fraction, needed, useful, num_ranks)
 
 
 def resolve_device(device: str, rank: int | None = None) -> torch.device:

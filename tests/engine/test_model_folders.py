@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import models, pre_tokenizers
+from tiny_folders import lay_out_download, make_folder, write_tokenizer_config
 
 from minivllm import LLM, SamplingParams, StructuredOutputsParams
 from minivllm.engine.tokenizer import Tokenizer
@@ -20,30 +16,9 @@ from minivllm.errors import ModelLoadError, RequestError
 from minivllm.models.hub import resolve_model
 from minivllm.models.weights import iterate_weights
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "eos_token_id": 2,
-}  # fmt: skip
-WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, 100))]
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 HELLO = [{"role": "user", "content": "w5"}]
 OPTIONS = {"load_format": "dummy", "num_gpu_blocks_override": 8, "max_num_seqs": 4, "enforce_eager": True}
-
-
-def make_folder(path, **changes):
-    """A model of 120 rows, with a tokenizer of 100 words and no weights."""
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(CONFIG | changes))
-    tokenizer = RustTokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(path / "tokenizer.json"))
-    write_tokenizer_config(path)
-    return path
-
-
-def write_tokenizer_config(folder, **settings):
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"} | settings))
 
 
 @pytest.fixture
@@ -213,22 +188,12 @@ NAME, COMMIT = "Qwen/Qwen2.5-0.5B-Instruct", "7ae557604adf67be50417f59c2c2f167de
 
 @pytest.fixture
 def download(tmp_path, monkeypatch):
-    """The folder of a model in Hugging Face's cache: links to files that are named by their content. The hub is out of reach."""
-    cache = tmp_path / "hub"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    """The folder of a model in Hugging Face's cache. The hub is out of reach."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    repository = cache / f"models--{NAME.replace('/', '--')}"
-    snapshot = repository / "snapshots" / COMMIT
-    for made in (snapshot, repository / "blobs", repository / "refs"):
-        made.mkdir(parents=True)
-    (repository / "refs/main").write_text(COMMIT)
     source = make_folder(tmp_path / "source")
     write_jinja(source)
-    shutil.copytree(source, repository / "blobs", dirs_exist_ok=True)
-    for file in sorted((repository / "blobs").iterdir()):
-        blob = file.rename(file.with_name(hashlib.sha256(file.read_bytes()).hexdigest()))
-        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
-    return snapshot
+    return lay_out_download(source, tmp_path / "hub", NAME, COMMIT)
 
 
 @pytest.mark.slow
