@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +75,15 @@ def test_the_default_model_is_described(examine, memory):
     assert lines["sampling"] == "ends at token 2; no defaults of its own"
     assert lines["tokenizer"] == "49,152 tokens for 49,152 rows of the model; a chat template"
     assert lines[""] == "It can be served: try `minivllm serve smollm2-135m`."
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page shows a CPU")
+def test_the_page_shows_what_it_prints(capsys, memory):
+    page = (Path(__file__).parents[2] / "docs/using.md").read_text(encoding="utf-8")
+    command, shown = re.search(r"```console\n\$ minivllm (doctor .*)\n((?:.*\n)*?)```", page).groups()
+    memory(int(6.2 * 2**30))
+    assert main.main(command.split()) == 0
+    assert capsys.readouterr().out == shown
 
 
 def test_what_the_files_say_is_told(folder, examine):
