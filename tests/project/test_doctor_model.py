@@ -191,6 +191,18 @@ def test_a_model_of_the_hub_needs_no_weights_here(folder, examine, tmp_path, mon
     assert status == 1 and lines["model"].startswith("NOT FOUND. 'some/other' is not a folder here")
 
 
+def test_no_weights_are_downloaded(folder, examine, monkeypatch):
+    patterns = []
+
+    def download(name, allow_patterns):
+        patterns.extend(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert examine("some/model")[0] == 0
+    assert "*.json" in patterns and not [pattern for pattern in patterns if "safetensors" in pattern or "bin" in pattern]
+
+
 LARGE = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "max_position_embeddings": 131_072,
