@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_folders import lay_out_download, make_folder, write_tokenizer_config, write_weights
+from tiny_folders import CONFIG, lay_out_download, make_folder, write_tokenizer_config, write_weights
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from minivllm import LLM
+from minivllm import LLM, ModelRegistry
 from minivllm.config import EngineArgs
 from minivllm.engine.engine_config import EngineConfig
 from minivllm.entrypoints.cli import doctor_model, main
@@ -177,6 +179,26 @@ def test_a_folder_without_weights_is_counted_by_its_config(folder, examine):
         == f"NONE that can be read (--load-format dummy does without); by the config, {num_parameters} parameters"
     )
     assert lines["as loaded"] == whole["as loaded"]
+
+
+SIZES = {name: value for name, value in CONFIG.items() if name not in ("architectures", "model_type")} | {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
+
+
+@pytest.mark.parametrize("architecture", ModelRegistry.get_supported_archs())
+def test_each_family_is_known_and_has_as_many_parameters_as_in_transformers(examine, tmp_path, architecture):
+    model_type = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}[architecture]
+    sizes = SIZES | ({"ffn_dim": 48, "word_embed_proj_dim": 32} if model_type == "opt" else {})
+    config = CONFIG_MAPPING[model_type](**sizes, architectures=[architecture])
+    folder = make_folder(tmp_path / "tiny")
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        expected = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    lines = examine(folder)[1]
+    assert lines["weights"].endswith(f"by the config, {expected:,} parameters")
+    assert lines[""].count("It cannot be served.") == 1 and "has a config but no weights" in lines[""]
 
 
 def test_a_model_of_the_hub_needs_no_weights_here(folder, examine, tmp_path, monkeypatch):
