@@ -34,7 +34,7 @@ PLUGINS = {
 """Arguments that are classes, and methods without which there is no point in starting."""
 
 
-def _public_name(model: str) -> str:
+def public_name(model: str) -> str:
     """How a model is called where others see it: not by the path of its folder."""
     path = Path(model)
     return path.absolute().name if path.exists() or path.is_absolute() else model
@@ -105,7 +105,7 @@ class EngineConfig:
             raise ConfigError(f"served_model_name is {args.served_model_name!r}, but must be printable characters.")
         folder = resolve_model(args.model, with_weights=args.load_format != "dummy")
         model_config = load_model_config(str(args.model), folder, args.max_model_len)
-        name = args.served_model_name or _public_name(str(args.model))
+        name = args.served_model_name or public_name(str(args.model))
         model_config = replace(model_config, name=name, load_format=args.load_format)
         if args.generation_config == "auto":
             model_config = replace(model_config, sampling_defaults=load_sampling_defaults(model_config.path))

@@ -172,7 +172,10 @@ class InputProcessor:
             if isinstance(token_id, bool) or not isinstance(token_id, Integral):
                 raise RequestError(f"A token id must be a whole number, not {token_id!r}.")
             if not 0 <= token_id < vocab_size:
-                raise RequestError(f"Token id {token_id} is out of range: this model's ids go from 0 to {vocab_size - 1}.")
+                what = (
+                    f"Token id {token_id}" if text is None else f"Token id {token_id}, which its tokenizer gives for this text,"
+                )
+                raise RequestError(f"{what} is out of range: this model's ids go from 0 to {vocab_size - 1}.")
         return text, [int(token_id) for token_id in token_ids]
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -202,6 +205,7 @@ class InputProcessor:
         special = {
             self._tokenizer.decode([token_id], skip_special_tokens=False): token_id
             for token_id in self._tokenizer.skipped_token_ids
+            if token_id < self._model_config.vocab_size
         }
         for stop in params.stop_strings:
             inside = next((text for text in special if text and text in stop and text != stop), None)
@@ -213,7 +217,8 @@ class InputProcessor:
         return {special[stop]: stop for stop in params.stop_strings if stop in special}
 
     def _tokens_of_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each bad word as token ids, with a space before it and without."""
+        """Each bad word as token ids, with a space before it and without; not those with a token that the model has no row for, as it cannot write
+        them."""
         if not params.bad_words:
             return ()
         if self._tokenizer is None:
@@ -222,7 +227,7 @@ class InputProcessor:
         words = [tuple(self._tokenizer.encode(word, add_special_tokens=False)) for word in spellings]
         if () in words:
             raise RequestError(f"bad_words has {spellings[words.index(())]!r}, which has no tokens: remove it.")
-        return tuple(dict.fromkeys(words))
+        return tuple(word for word in dict.fromkeys(words) if max(word) < self._model_config.vocab_size)
 
     def submit_grammar(self, params: SamplingParams) -> Future[StructuredOutputGrammar]:
         """Begin to compile the grammar of `structured_outputs`, which is remembered then. That can take a second.

@@ -48,6 +48,8 @@ class Tokenizer:
                 f"skip_tokenizer_init=True and give prompts as token ids."
             ) from error
 
+        if not self.hf_tokenizer.chat_template:
+            self.hf_tokenizer.chat_template = _older_chat_template(folder)
         self.skipped_token_ids = frozenset(
             token_id for token_id, token in self.hf_tokenizer.added_tokens_decoder.items() if token.special
         )
@@ -181,6 +183,22 @@ class Tokenizer:
         text, around = self.encode("a", add_special_tokens=False), self.encode("a")
         begin = next(i for i in range(len(around)) if around[i : i + len(text)] == text)
         return around[:begin] + token_ids + around[begin + len(text) :]
+
+
+def _older_chat_template(folder: Path) -> str | None:
+    """The template in chat_template.json, a file of older models that transformers reads for processors alone; None without it.
+
+    Raises:
+        ModelLoadError: The file is damaged.
+    """
+    file = folder / "chat_template.json"
+    if not file.exists():
+        return None
+    with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):
+        template = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+        if isinstance(template, str):
+            return template
+    raise ModelLoadError(f"{file} has no 'chat_template' that is a text: correct or remove it.")
 
 
 class Escapes:

@@ -288,8 +288,10 @@ def load_sampling_defaults(path: Path) -> dict[str, Any]:
     return defaults
 
 
-_SAMPLING_DEFAULTS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-_SAMPLING_DEFAULTS["max_new_tokens"] = "max_tokens"
+_SAMPLING_DEFAULTS = {
+    name: name
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+} | {"max_new_tokens": "max_tokens"}
 
 
 def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:

@@ -42,12 +42,12 @@ def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
         ModelLoadError: The folder has no weights, or they are damaged, or they do not fit the config. What a class from outside
             the package raises is passed on as it is.
     """
-    model = _build(config, platform)
+    model = build_model(config, platform)
     if config.load_format != "dummy" and model.tie_word_embeddings and _has_other_head(config.path):
         logger.warning(
             "%s ties the head to the embedding, but its lm_head.weight differs: it is used, as by transformers.", config.name
         )
-        model = _build(replace(config, hf_config=config.hf_config | {"tie_word_embeddings": False}), platform)
+        model = build_model(replace(config, hf_config=config.hf_config | {"tie_word_embeddings": False}), platform)
         if model.tie_word_embeddings:
             raise ModelLoadError(
                 f"{config.name} has an lm_head.weight that differs from its embedding, but its class ties them: remove one."
@@ -63,7 +63,7 @@ def load_model(config: ModelConfig, platform: Platform) -> CausalLM:
     return model
 
 
-def _build(config: ModelConfig, platform: Platform) -> CausalLM:
+def build_model(config: ModelConfig, platform: Platform) -> CausalLM:
     """The model, without its weights. Raises as `load_model`."""
     model_cls = config.model_cls or ModelRegistry.load_model_cls(config.architecture)
     default_dtype = torch.get_default_dtype()
@@ -131,6 +131,8 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Any]]:
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The checkpoint's files, and which of them has which tensor, if an index says so."""
     for index_name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if index_name.startswith("pytorch") and any(folder.glob("model*.safetensors")):
+            continue  # a download has every index, but of the weights only these
         if (folder / index_name).exists():
             weight_map = read_json(folder / index_name).get("weight_map")
             names = set(weight_map.values()) if isinstance(weight_map, dict) else set()

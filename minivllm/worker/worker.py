@@ -24,7 +24,7 @@ from minivllm.models.weights import load_model
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler_output import ExecuteModelRequest, Masks, SequenceOutput
 from minivllm.worker.cache_engine import CacheEngine
-from minivllm.worker.memory import available_cpu_memory, measure_peak_memory
+from minivllm.worker.memory import available_cpu_memory, cpu_cache_bytes, measure_peak_memory, useful_cache_bytes
 from minivllm.worker.model_runner import ModelRunner
 from minivllm.worker.sampler import Sampler
 from minivllm.worker.stage import PipelineStage
@@ -33,6 +33,9 @@ from minivllm.worker.transfer import RecentTokens
 CPU_PROFILE_TOKENS = 256
 CPU_PROFILE_SEQS = 16
 """Sizes of the two profiling runs on a CPU: tokens of a prompt, and sequences to sample from."""
+
+LEAST_DEFAULT_TOKENS = 2048
+"""By default a step may have so many tokens, or more if a whole prompt may (`EngineArgs.scheduler_config`)."""
 
 WARM_UP_TOKENS = 1024
 """Of a prompt that is long enough for the attention kernel of long prompts."""
@@ -43,9 +46,6 @@ WARM_UP_PARAMS = (
     SamplingParams(top_p=0.9, presence_penalty=1.0),
 )
 """Kinds of sampling that have kernels of their own."""
-
-CPU_CACHE_LIMIT = 4 * 2**30
-"""The default limit of the cache on a CPU, in bytes: a laptop runs other programs, too."""
 
 MAX_STEPS_BEFORE = 2
 """With asynchronous scheduling, how many steps in flight before a step its placeholders may refer to."""
@@ -131,7 +131,8 @@ class Worker:
             memory, source = config.kv_cache_memory_bytes, f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes:,}"
             remedy = "raise it, or lower block_size"
         else:
-            memory, remedy = self._memory_left_for_cache(), self._remedy()
+            memory, tokens_that_fit = self._memory_left_for_cache()
+            remedy = self._remedy(tokens_that_fit)
             source = f"gpu_memory_utilization = {config.gpu_memory_utilization} leaves {max(memory, 0):,} bytes for the cache"
         num_gpu_blocks = memory // self.block_bytes
         if num_gpu_blocks < 1:
@@ -238,21 +239,33 @@ class Worker:
                 f"{free / 2**30:,.1f} GiB free: lower num_gpu_blocks_override, kv_cache_memory_bytes, block_size or swap_space."
             )
 
-    def _remedy(self) -> str:
-        """What to do if weights and activations leave too little: any of these works alone."""
+    def _remedy(self, tokens_that_fit: int | None) -> str:
+        """What to do if weights and activations leave too little: any of these works alone. See `_memory_left_for_cache`."""
         config = self.scheduler_config
-        if config.enable_chunked_prefill:
-            return f"raise it, or lower max_num_batched_tokens (now {config.max_num_batched_tokens:,})"
-        return f"raise it, lower max_model_len (now {self.model_config.max_model_len:,}), or set enable_chunked_prefill=True"
+        to = "" if tokens_that_fit is None else f" to {tokens_that_fit}"
+        if not config.enable_chunked_prefill and (tokens_that_fit is None or tokens_that_fit >= LEAST_DEFAULT_TOKENS):
+            return (
+                f"raise it, lower max_model_len (now {self.model_config.max_model_len:,}){to}, or set enable_chunked_prefill=True"
+            )
+        if tokens_that_fit == 0:
+            return "raise it, free some memory, or take a smaller dtype or model"
+        first = "" if config.enable_chunked_prefill else "set enable_chunked_prefill=True and "
+        tokens = f"max_num_batched_tokens (now {config.max_num_batched_tokens:,})"
+        if tokens_that_fit is not None and tokens_that_fit < config.max_num_seqs:
+            tokens += f" and max_num_seqs (now {config.max_num_seqs:,})"
+        return f"raise it, or {first}lower {tokens}{to}"
 
-    def _memory_left_for_cache(self) -> int:
-        """Bytes of the usable memory that the weights and the largest step leave."""
+    def _memory_left_for_cache(self) -> tuple[int, int | None]:
+        """What the weights and the largest step leave of the usable memory.
+
+        Returns:
+            Bytes, and how many tokens, a power of two, a step may have to leave room for a block: 0 if no step does, None if that is not known.
+        """
         self._check_host_memory(1)
         max_num_seqs, max_model_len = self.scheduler_config.max_num_seqs, self.model_config.max_model_len
         max_tokens = self._max_tokens()
         max_rows = min(max_num_seqs * (1 + self.scheduler_config.num_speculative_tokens), max_tokens)  # of logits
-        # More blocks than all sequences together can fill would be useless.
-        useful = max_num_seqs * -(-max_model_len // self.cache_config.block_size) * self.block_bytes
+        useful = useful_cache_bytes(max_num_seqs, max_model_len, self.cache_config.block_size, self.block_bytes)
         runner = self.model_runner
         one_block = CacheEngine(self.rank_config, self.cache_config.block_size, 1, 0, self.platform).gpu_cache
         if self.device.type == "cuda":
@@ -266,22 +279,27 @@ class Worker:
             free, total = torch.cuda.mem_get_info(self.device)
             usable = int(total * self.cache_config.gpu_memory_utilization)
             if self.num_ranks > torch.cuda.device_count():  # ranks share a GPU
-                return min(usable // -(-self.num_ranks // torch.cuda.device_count()) - peak, useful)
+                return min(usable // -(-self.num_ranks // torch.cuda.device_count()) - peak, useful), None
             others = total - free - torch.cuda.memory_reserved(self.device)
-            return min(usable - others - peak, useful)
-        num_ranks = self.num_ranks  # which share this memory
+            return min(usable - others - peak, useful), None
+        fraction, num_ranks = self.cache_config.gpu_memory_utilization, self.num_ranks  # which share this memory
         if getattr(self.platform.attention_backend.load_ops(), "INTERPRETED", False):  # a profiling run would take minutes
-            usable = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization)
-            return min(usable // num_ranks, CPU_CACHE_LIMIT // num_ranks, useful)
+            return cpu_cache_bytes(available_cpu_memory(), fraction, 0, useful, num_ranks), None
         # A smaller prefill and a smaller batch, scaled up: the largest step would take seconds on a CPU.
         num_tokens, num_seqs = min(max_tokens, CPU_PROFILE_TOKENS), min(max_rows, CPU_PROFILE_SEQS)
         num_prompts = -(-num_tokens // max_model_len)
         runner.profile_run(1, 1, one_block)  # what is allocated once, such as threads and compiled code, is not scaled up
         sampling_peak = measure_peak_memory(lambda: runner.profile_run(num_seqs, num_seqs, one_block))
         prefill_peak = measure_peak_memory(lambda: runner.profile_run(num_tokens, num_prompts, one_block))
-        needed = prefill_peak * max_tokens // num_tokens + sampling_peak * max_rows // num_seqs
-        left = int(available_cpu_memory() * self.cache_config.gpu_memory_utilization) // num_ranks - needed
-        return min(left, CPU_CACHE_LIMIT // num_ranks, useful)
+        available = available_cpu_memory()
+
+        def left_by(tokens: int) -> int:  # fewer than were measured may take as much
+            rows = max(num_seqs, min(tokens, max_rows))
+            needed = prefill_peak * max(num_tokens, tokens) // num_tokens + sampling_peak * rows // num_seqs
+            return cpu_cache_bytes(available, fraction, needed, useful, num_ranks)
+
+        sizes = (2**power for power in range(max_tokens.bit_length(), 3, -1))
+        return left_by(max_tokens), next((size for size in sizes if left_by(size) >= self.block_bytes), 0)
 
 
 def resolve_device(device: str, rank: int | None = None) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -110,3 +111,28 @@ def test_each_option_that_the_error_names_works_alone(folder, machine):
     with pytest.raises(ConfigError, match="raise it, or lower max_num_batched_tokens"):
         count_blocks(model)
     assert count_blocks(model, max_num_batched_tokens=256, max_num_seqs=64) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "num_positions,megabytes,sentence",
+    [
+        (40_960, 1000, r"lower max_model_len \(now 40,960\) to (?P<max_model_len>16384), or set enable_chunked_prefill=True\."),
+        (131_072, 250, r"raise it, or lower max_num_batched_tokens \(now 2,048\) to (?P<max_num_batched_tokens>1024)\."),
+        (131_072, 100, r"\(now 2,048\) and max_num_seqs \(now 256\) to (?P<max_num_batched_tokens>(?P<max_num_seqs>64))\."),
+        (40_960, 250, r"set enable_chunked_prefill=True and lower max_num_batched_tokens \(now 40,960\) to (?P<max_num_batched_tokens>1024)\."),
+        (2**20, 5, "raise it, free some memory, or take a smaller dtype or model"),
+    ],
+)  # fmt: skip
+def test_the_error_names_values_with_which_the_model_starts(folder, machine, num_positions, megabytes, sentence):
+    model = claim(folder, num_positions)
+    machine(megabytes * 10**6)
+    with pytest.raises(ConfigError) as caught:
+        count_blocks(model)
+    found = re.search(sentence, str(caught.value))
+    assert found, caught.value
+    options = {name: int(value) for name, value in found.groupdict().items()}
+    if "set enable_chunked_prefill=True and" in found[0]:
+        options["enable_chunked_prefill"] = True
+    if options:
+        assert count_blocks(model, **options) > 0

@@ -73,7 +73,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_course_command(commands)
     add_grade_command(commands)
 
-    add_command(commands, "doctor", lambda arguments: examine(), "report what this machine can do", "minivllm doctor")
+    summary = "report what this machine can do, or what a model needs"
+    doctor = add_command(commands, "doctor", run_doctor, summary, "minivllm doctor Qwen/Qwen3-0.6B")
+    doctor.add_argument("model", nargs="?", metavar="MODEL", help="a known name, a folder, a .gguf file or a Hugging Face name")
 
     demo = add_command(commands, "demo", run_demo, "show what the engine does, in a minute", "minivllm demo --output out")
     demo.add_argument(
@@ -82,6 +84,15 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add_option(demo, "--output FOLDER", Path("out"), "where to save the picture")
     return parser
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Report on this machine, or on a model."""
+    if arguments.model is None:
+        return examine()
+    from minivllm.entrypoints.cli.doctor_model import examine_model
+
+    return examine_model(arguments.model)
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
