@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -38,7 +39,7 @@ class Gemma3Embedding(VocabParallelEmbedding):
 
     def __init__(self, vocab_size: int, hidden_size: int, platform: Platform) -> None:
         super().__init__(vocab_size, hidden_size, platform)
-        self.scale = float(self.weight.new_tensor(hidden_size**0.5))
+        self.scale = torch.tensor(hidden_size**0.5, dtype=platform.dtype, device="cpu").item()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return super().forward(input_ids) * self.scale
