@@ -16,6 +16,10 @@ from minivllm.models.stages import own_layers
 from minivllm.models.window_check import refuse_windows
 
 
+DEFAULTS = {"tie_word_embeddings": True, "rope_theta": 2e6}
+"""What config.json leaves out: SmolLM3-3B's does not say that the head is the embedding."""
+
+
 class SmolLM3ForCausalLM(LlamaForCausalLM):
     """A layer without positions rotates by angles of 0: its numbers are as if it did not, and it runs in the same kernels as the others."""
 
@@ -25,7 +29,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         if config.hf_config.get("use_sliding_window"):
             refuse_windows(config)
-        super().__init__(replace(config, hf_config={"rope_theta": 2e6} | config.hf_config), platform)
+        super().__init__(replace(config, hf_config=DEFAULTS | config.hf_config), platform)
         no_positions = RotaryEmbedding(
             config.head_dim, config.max_model_len, {"rope_type": "default", "rope_theta": 1e4}, platform.ops
         )
