@@ -15,7 +15,6 @@ from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.stages import own_layers
 from minivllm.models.window_check import refuse_windows
 
-
 DEFAULTS = {"tie_word_embeddings": True, "rope_theta": 2e6}
 """What config.json leaves out: SmolLM3-3B's does not say that the head is the embedding."""
 

@@ -157,7 +157,7 @@ def test_tokens_equal_transformers(models, name, way):
         assert sum(output.num_cached_tokens for output in outputs) > 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_numbers_are_near(models, name, dtype):
