@@ -133,7 +133,7 @@ WAYS = {
     "two ranks, all at once": (ALL_AT_ONCE, 2, 1),
     "two stages of two ranks": ({}, 2, 2),
 }
-BY_DAY = ("all at once", "two ranks")
+BY_DAY = ("all at once", "two ranks", "two stages of two ranks", "eager")
 
 
 @pytest.mark.slow
