@@ -43,7 +43,7 @@ FAMILIES = {
     "qwen2": Qwen2Config(**COMMON, tie_word_embeddings=True),
     "mistral": MistralConfig(**COMMON, sliding_window=None),
     "phi3": Phi3Config(**COMMON, original_max_position_embeddings=64, rope_parameters=LONGROPE),
-    "smollm3": SmolLM3Config(**COMMON | {"num_hidden_layers": 3}, no_rope_layers=[1, 0, 1]),
+    "smollm3": SmolLM3Config(**COMMON | {"num_hidden_layers": 3}, no_rope_layers=[0, 1, 1]),
 }
 MORE = {
     "qwen2, untied, yarn": Qwen2Config(**COMMON, rope_parameters=YARN),
@@ -275,9 +275,9 @@ FILES = {
         "max_window_layers": 21, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
         "use_sliding_window": False,
     },
-    "Qwen2.5-7B-Instruct with YaRN": OLD | {
+    "Qwen2.5-3B-Instruct with YaRN": OLD | {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0, "sliding_window": 131072, "use_sliding_window": False, "tie_word_embeddings": False,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "use_sliding_window": False, "tie_word_embeddings": True,
         "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
     },
     "Mistral-7B-v0.1": OLD | {
@@ -317,9 +317,12 @@ FILES = {
         "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False,
     },
 }  # fmt: skip
+FILES["SmolLM3-3B, without lists"] = {
+    name: value for name, value in FILES["SmolLM3-3B"].items() if name not in ("no_rope_layers", "layer_types")
+}
 """The config.json of models on the Hugging Face hub, with sizes made small and factor lists as long as these ask for."""
 LENGTHS = {
-    "Qwen2.5-7B-Instruct with YaRN": 131072, "Mistral-7B-v0.1": 4096, "Phi-3-mini-4k-instruct": 2047, "Phi-3.5-mini-instruct": 4096, "Phi-4-mini-instruct": 4096,
+    "Qwen2.5-3B-Instruct with YaRN": 131072, "Mistral-7B-v0.1": 4096, "Phi-3-mini-4k-instruct": 2047, "Phi-3.5-mini-instruct": 4096, "Phi-4-mini-instruct": 4096,
 }  # fmt: skip
 """What they are served with, where that is not `max_position_embeddings`: the window's length, the original one, or as RoPE stretches it."""
 WINDOWS = ("Mistral-7B-v0.1", "Phi-3-mini-4k-instruct")
