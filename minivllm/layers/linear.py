@@ -62,7 +62,19 @@ class Linear(nn.Module):
 
     def load_weight(self, parameter: nn.Parameter, tensor: CheckpointTensor, shard_id: int = 0) -> None:
         """Fill the rows of `weight` or `bias` that belong to the fused layer `shard_id` with this rank's part of a checkpoint tensor."""
-        out_features, rows = self.whole_out_features[shard_id], self.rows[shard_id]
+        self._load_rows(parameter, tensor, shard_id, self.whole_out_features[shard_id], self.rows[shard_id])
+
+    def load_fused_weight(self, parameter: nn.Parameter, tensor: CheckpointTensor) -> None:
+        """Fill all rows from a checkpoint that has the layers fused, too (Phi-3): there, the outputs of each are rows one below another."""
+        for shard_id, rows in enumerate(self.rows):
+            first = sum(self.whole_out_features[:shard_id])
+            rows = range(first + rows.start, first + rows.stop)
+            self._load_rows(parameter, tensor, shard_id, sum(self.whole_out_features), rows)
+
+    def _load_rows(
+        self, parameter: nn.Parameter, tensor: CheckpointTensor, shard_id: int, out_features: int, rows: range
+    ) -> None:
+        """Fill the rows of a fused layer with `rows` of a tensor that has `out_features`."""
         if parameter.dim() == 2:
             part = TensorPart(tensor, (out_features, self.whole_in_features), rows, self.columns)
         else:

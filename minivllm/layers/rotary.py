@@ -6,7 +6,6 @@ Su et al., 2021 (arXiv:2104.09864), in the half-split layout that Llama checkpoi
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,16 +13,22 @@ from torch import Tensor, nn
 
 from minivllm.errors import ModelLoadError
 from minivllm.kernels.ops import Ops
+from minivllm.layers.rope_scaling import number, original_length, scaled_frequencies
 
 
 class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by angles that grow with the position.
 
     Args:
-        head_dim: Channels of a head; channel i is paired with channel i + head_dim / 2.
-        max_position: The tables have positions 0 .. max_position - 1.
-        rope_parameters: `rope_theta` (the base), and for `rope_type` "llama3" how far long wavelengths are scaled.
+        head_dim: Channels of a head. The first `partial_rotary_factor` of them are rotated, all by default: channel i of these is paired with
+            channel i + half of their number.
+        max_position: The tables have positions 0 .. max_position - 1. "dynamic" and "longrope" are stretched to this length, and not to that
+            of each text: see `scaled_frequencies`.
+        rope_parameters: What the function below returns. `rope_theta` is the base; `rope_type` says how a model is stretched to longer texts.
         ops: The operations of the platform.
+
+    Attributes:
+        cos, sin: `[max_position, rotated channels / 2]`, float32.
     """
 
     cos: Tensor
@@ -32,42 +37,67 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, max_position: int, rope_parameters: dict[str, Any], ops: Ops) -> None:
         super().__init__()
         self.ops = ops
-        frequencies = _frequencies(head_dim, rope_parameters)
+        dim = int(head_dim * number(rope_parameters, "partial_rotary_factor", 1.0, high=1.0))
+        if dim < 2 or dim % 2:
+            raise ModelLoadError(f"config.json rotates {dim} channels of each head of {head_dim}, but they must be pairs.")
+        frequencies, scale = scaled_frequencies(dim, max_position, rope_parameters)
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32, device="cpu"), frequencies)
         device = torch.get_default_device()
-        self.register_buffer("cos", angles.cos().to(device), persistent=False)
-        self.register_buffer("sin", angles.sin().to(device), persistent=False)
+        self.register_buffer("cos", (angles.cos() * scale).to(device), persistent=False)
+        self.register_buffer("sin", (angles.sin() * scale).to(device), persistent=False)
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate `[num_tokens, heads, head_dim]` queries and keys; `positions` is `[num_tokens]`."""
-        return self.ops.rotary_embedding(positions, query, key, self.cos, self.sin)
+        if self.rotates_all(query.shape[-1]):
+            return self.ops.rotary_embedding(positions, query, key, self.cos, self.sin)
+        dim = 2 * self.cos.shape[1]
+        rotated = self.ops.rotary_embedding(positions, query[..., :dim], key[..., :dim], self.cos, self.sin)
+        query, key = (torch.cat((part, x[..., dim:]), dim=-1) for part, x in zip(rotated, (query, key), strict=True))
+        return query, key
+
+    def rotates_all(self, head_dim: int) -> bool:
+        """Whether all channels of a head are rotated: the fused and compiled kernels can do nothing else."""
+        return 2 * self.cos.shape[1] == head_dim
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary settings of a config.json, written by transformers 5 or older."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    if "type" in parameters:  # the oldest spelling
-        parameters.setdefault("rope_type", parameters["type"])
+    """The rotary settings of a config.json, written by transformers 5 or older, without those that are null.
+
+    Raises:
+        ModelLoadError: They are not an object.
+    """
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"config.json has RoPE settings that are {found!r}, but they must be an object with a 'rope_type'.")
+    outside = {name: config[name] for name in _OUTSIDE if config.get(name) is not None}
+    parameters = {"rope_theta": 10000.0} | outside | {name: value for name, value in found.items() if value is not None}
+    if "original_max_position_embeddings" in outside:  # this one counts, as in transformers
+        parameters["original_max_position_embeddings"] = outside["original_max_position_embeddings"]
+    parameters.setdefault("rope_type", parameters.get("type", "default"))  # `type` is the oldest spelling
+    if parameters["rope_type"] == "su":  # the name before "longrope"
+        parameters["rope_type"] = "longrope"
     return parameters
 
 
-def _frequencies(head_dim: int, rope_parameters: dict[str, Any]) -> Tensor:
-    """Angle per position of each channel pair, `[head_dim / 2]`."""
-    base = rope_parameters["rope_theta"]
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
-    rope_type = rope_parameters.get("rope_type", "default")
-    if rope_type == "default":
-        return frequencies
-    if rope_type == "llama3":
-        return _scale_as_llama3(frequencies, rope_parameters)
-    raise ModelLoadError(f"RoPE type {rope_type!r} is not supported: only 'default' and 'llama3' are.")
+_OUTSIDE = ("rope_theta", "partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings")
+"""Settings that may stand beside the others, or in the object with them."""
 
 
-def _scale_as_llama3(frequencies: Tensor, rope_parameters: dict[str, Any]) -> Tensor:
-    """Low frequencies are divided by `factor`, high ones kept, those between interpolated (Llama 3.1)."""
-    factor = rope_parameters["factor"]
-    low, high = rope_parameters["low_freq_factor"], rope_parameters["high_freq_factor"]
-    turns = rope_parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return keep * frequencies + (1 - keep) * frequencies / factor
+def context_lengths(config: dict[str, Any]) -> tuple[int, int]:
+    """How many positions a model is served with if nobody says, and at most: `max_position_embeddings`, or as RoPE stretches it.
+
+    As in vLLM, `factor` multiplies it for "linear" and "dynamic", and "longrope" is not used unless it is asked for: a model answers short
+    texts better without. "yarn" checkpoints have it multiplied or not, so the larger length counts.
+
+    Raises:
+        ModelLoadError: As `scaled_frequencies`.
+    """
+    parameters = rope_parameters(config)
+    length: int = config["max_position_embeddings"]
+    if parameters["rope_type"] in ("linear", "dynamic"):
+        length = int(length * number(parameters, "factor"))
+    elif parameters["rope_type"] == "yarn":
+        length = max(length, int(original_length(parameters) * number(parameters, "factor")))
+    elif parameters["rope_type"] == "longrope":
+        return min(length, int(original_length(parameters))), length
+    return length, length

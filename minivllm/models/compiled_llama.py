@@ -6,7 +6,7 @@ A small model's decode step is hundreds of short kernels, and Python takes about
 - all layers, of the model or of a pipeline stage, and the last norm as one call, where they are alike and a single rank has them;
 - otherwise each half of a layer, attention up to `o_proj` and the MLP up to `down_proj`, as one call. Between two of them the ranks of
   a tensor-parallel group sum their results. A half that has no compiled form runs as it is written: attention with normalized
-  queries and keys (Qwen3), or with a backend of the user's own.
+  queries and keys (Qwen3), with some channels rotated alone (Phi-4-mini), or with a backend of the user's own.
 
 The numbers are the same to the last bit. A part that a user has replaced, subclassed or hooked is called, as in any model: before each step
 `CompiledLlama` checks that the model is still what it was compiled from, and otherwise leaves the step to the model.
@@ -279,11 +279,13 @@ class CompiledLayers:
 
 
 def _compile_attention(layer: LlamaDecoderLayer, kernels: Any) -> CompiledAttention | None:
-    """None if queries are normalized, the backend's `forward` is not that of the CPU backend, or the weights are not packed."""
+    """None if queries are normalized or rotated in part, the backend's `forward` is not that of the CPU backend, or the weights are not packed."""
     norm, attention = layer.input_layernorm, layer.self_attn
     arrays = _packed_arrays(attention.qkv_proj, attention.o_proj)
     backend, rotary = attention.backend, attention.rotary
     if arrays is None or attention.q_norm is not None or type(backend).forward is not CPUAttentionBackend.forward:
+        return None
+    if not rotary.rotates_all(attention.head_dim):
         return None
     weights = kernels.AttentionWeights(norm.weight.numpy(), *arrays, rotary.cos.numpy(), rotary.sin.numpy())
     settings = (backend.num_heads // backend.num_kv_heads, backend.scale, norm.eps)

@@ -53,7 +53,7 @@ class FusedLlamaAttention(LlamaAttention):
         return self.o_proj(output.flatten(1))
 
     def _is_plain(self) -> bool:
-        """Whether the kernel does what the parts would do: they are the engine's own, without hooks."""
+        """Whether the kernel does what the parts would do: they are the engine's own, without hooks, and all channels are rotated."""
         parts = [self.rotary] if self.q_norm is None or self.k_norm is None else [self.rotary, self.q_norm, self.k_norm]
         are_plain = all(
             type(part) in (RotaryEmbedding, RMSNorm)
@@ -62,4 +62,5 @@ class FusedLlamaAttention(LlamaAttention):
             and not part._forward_pre_hooks
             for part in parts
         )
-        return are_plain and len({part.eps for part in parts[1:]}) < 2 and type(self.backend) is TritonAttentionBackend
+        are_plain = are_plain and len({part.eps for part in parts[1:]}) < 2 and type(self.backend) is TritonAttentionBackend
+        return are_plain and self.rotary.rotates_all(self.head_dim)

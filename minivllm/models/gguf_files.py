@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,8 +25,39 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""GGUF architecture to its name in config.json."""
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",  # Mistral, too
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+"""GGUF architecture, which is also the `model_type` of transformers, to its name in config.json."""
+
+PERMUTED = ("llama", "smollm3")
+"""Architectures whose rows of queries and keys llama.cpp has in another order than Hugging Face."""
+
+CONFIG_NAMES = {
+    "{}.context_length": "max_position_embeddings",
+    "{}.embedding_length": "hidden_size",
+    "{}.block_count": "num_hidden_layers",
+    "{}.feed_forward_length": "intermediate_size",
+    "{}.attention.head_count": "num_attention_heads",
+    "{}.attention.head_count_kv": "num_key_value_heads",
+    "{}.attention.key_length": "head_dim",
+    "{}.attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "{}.attention.sliding_window": "sliding_window",
+    "{}.vocab_size": "vocab_size",
+    "{}.rope.scaling.original_context_length": "original_max_position_embeddings",
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.unknown_token_id": "unk_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
+"""GGUF field, with the architecture for {}, to its name in config.json."""
+
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""They hold a divisor of each frequency, and become settings in config.json."""
 
 CONVERSION_VERSION = 1
 """To be incremented when the conversion changes, so that folders of older versions are not used."""
@@ -83,7 +114,7 @@ def convert_gguf(file: Path) -> Path:
 def _convert(file: Path, folder: Path) -> None:
     from gguf import GGUFReader
     from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         reader = GGUFReader(file)
@@ -95,18 +126,19 @@ def _convert(file: Path, folder: Path) -> None:
     if architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise ModelLoadError(f"{file.name} holds a {architecture!r} model, which is not supported: supported are {supported}.")
-    _refuse_stretched_rope(file, reader, architecture)
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
+    config = _read_config(file, reader, architecture)
     config["architectures"] = [ARCHITECTURES[architecture]]
     config["tie_word_embeddings"] = not any(tensor.name == "output.weight" for tensor in tensors)
     num_kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     names = _checkpoint_names(architecture, num_layers=min(config["num_hidden_layers"], len(tensors)))
     weights = {}
     for tensor in tensors:
+        if tensor.name in ROPE_TENSORS:
+            continue
         if tensor.name not in names:
             raise ModelLoadError(f"{file.name} has a tensor {tensor.name!r} that a {architecture} model has no place for.")
         array = _unpack(file, tensor)
-        if architecture == "llama":
+        if architecture in PERMUTED:
             if ".attn_q." in tensor.name:
                 array = _unpermute(array, config["num_attention_heads"])
             elif ".attn_k." in tensor.name:
@@ -115,14 +147,56 @@ def _convert(file: Path, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    # transformers knows the tokenizers of all architectures, but AutoTokenizer asks for the config first, and it knows no GGUF of SmolLM3.
+    tokenizer_cls = PreTrainedTokenizerFast if architecture == "smollm3" else AutoTokenizer
+    tokenizer_cls.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
 
-def _refuse_stretched_rope(file: Path, reader: GGUFReader, architecture: str) -> None:
-    """Llama 3.1 and others stretch RoPE's wavelengths; GGUF stores that as a tensor, for which config.json has no field."""
-    scaling = reader.get_field(f"{architecture}.rope.scaling.type")
-    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors) or (scaling and scaling.contents() != "none"):
-        raise ModelLoadError(f"{file.name} stretches its rotary frequencies, unsupported in GGUF: use its safetensors.")
+def _read_config(file: Path, reader: GGUFReader, architecture: str) -> dict[str, Any]:
+    """The config.json that transformers would write, but for what the tensors tell."""
+    from transformers import AutoConfig
+
+    def read(name: str) -> Any:
+        field = reader.get_field(name)
+        return None if field is None else field.contents()
+
+    values = {name: read(key.format(architecture)) for key, name in CONFIG_NAMES.items()}
+    config = {name: value for name, value in values.items() if value is not None}
+    config.setdefault("vocab_size", len(read("tokenizer.ggml.tokens")))
+    config["sliding_window"] = config.get("sliding_window") or None  # 0 says that there are none
+    head_dim = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    rope = {"rope_theta": read(f"{architecture}.rope.freq_base") or 10000.0, "rope_type": "default"}
+    num_rotated = read(f"{architecture}.rope.dimension_count") or head_dim
+    if num_rotated != head_dim:
+        rope["partial_rotary_factor"] = num_rotated / head_dim
+    config["rope_parameters"] = rope | _read_rope_scaling(file, reader, architecture, config["max_position_embeddings"])
+    return AutoConfig.for_model(architecture, **config).to_dict()
+
+
+def _read_rope_scaling(file: Path, reader: GGUFReader, architecture: str, length: int) -> dict[str, Any]:
+    """How the rotary frequencies are stretched, as in config.json: nothing if they are not.
+
+    A tensor of divisors is what "longrope" has, and serves for Llama 3.1 as well: there, it is the same list at any length.
+    """
+    prefix = f"{architecture}.rope.scaling."
+    scaling = {name.removeprefix(prefix): field.contents() for name, field in reader.fields.items() if name.startswith(prefix)}
+    scaling_type, factor = scaling.pop("type", "none"), scaling.pop("factor", 0.0)
+    original = scaling.pop("original_context_length", length)
+    scaling.pop("finetuned", None)
+    divisors = {tensor.name: _unpack(file, tensor).tolist() for tensor in reader.tensors if tensor.name in ROPE_TENSORS}
+    scale = scaling.pop("attn_factor", None) if divisors else None
+    if scaling or scaling_type not in ("none", "linear", "yarn", "longrope"):
+        told = ", ".join(scaling) or repr(scaling_type)
+        raise ModelLoadError(f"{file.name} stretches its rotary frequencies ({told}), unsupported in GGUF: use its safetensors.")
+    if "rope_freqs.weight" in divisors:
+        both = dict.fromkeys(("short_factor", "long_factor"), divisors["rope_freqs.weight"])
+        return both | {"rope_type": "longrope", "attention_factor": 1.0, "original_max_position_embeddings": length}
+    if divisors:
+        lists = {f"{kind}_factor": divisors.get(f"rope_factors_{kind}.weight") for kind in ("short", "long")}
+        return lists | {"rope_type": "longrope", "attention_factor": scale, "original_max_position_embeddings": original}
+    if scaling_type == "yarn":
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    return {"rope_type": "linear", "factor": factor} if scaling_type == "linear" else {}
 
 
 def _checkpoint_names(architecture: str, num_layers: int) -> dict[str, str]:
@@ -145,6 +219,8 @@ def _checkpoint_names(architecture: str, num_layers: int) -> dict[str, str]:
     }
     if architecture == "qwen3":
         layer_names |= {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+    if architecture == "phi3":  # both have queries, keys and values fused, and so gate and up projection
+        layer_names |= {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
     for i in range(num_layers):
         for gguf_name, name in layer_names.items():
             for kind in ("weight", "bias"):

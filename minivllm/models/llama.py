@@ -30,8 +30,9 @@ class LlamaAttention(nn.Module):
         super().__init__()
         hidden_size, eps = config.hf_config["hidden_size"], config.hf_config["rms_norm_eps"]
         bias = config.hf_config.get("attention_bias", False)
+        qkv_bias = config.hf_config.get("qkv_bias", bias)
         self.head_dim = config.head_dim
-        self.qkv_proj = QKVParallelLinear(hidden_size, self.head_dim, config.num_heads, config.num_kv_heads, bias, platform)
+        self.qkv_proj = QKVParallelLinear(hidden_size, self.head_dim, config.num_heads, config.num_kv_heads, qkv_bias, platform)
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # this rank's
         q_size = config.num_heads * self.head_dim
         self.o_proj = RowParallelLinear(q_size, hidden_size, bias, platform, self.qkv_proj.query_channels)

@@ -16,16 +16,25 @@ from typing import Any
 
 from minivllm.config import ModelConfig, ParallelConfig
 from minivllm.errors import ConfigError, ModelLoadError, RequestError
+from minivllm.layers.rotary import context_lengths
 from minivllm.models.base import CausalLM
 from minivllm.models.gemma3 import Gemma3ForCausalLM
 from minivllm.models.llama import LlamaForCausalLM
+from minivllm.models.mistral import MistralForCausalLM
 from minivllm.models.opt import OPTForCausalLM
+from minivllm.models.phi3 import Phi3ForCausalLM
+from minivllm.models.qwen2 import Qwen2ForCausalLM
 from minivllm.models.qwen3 import Qwen3ForCausalLM
+from minivllm.models.smollm3 import SmolLM3ForCausalLM
 from minivllm.sampling_params import SamplingParams
 
 MODELS: dict[str, type[CausalLM] | str] = {
     "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
+    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
     "OPTForCausalLM": OPTForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
 }
@@ -125,7 +134,7 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
     Args:
         name: The name that the user gave, for messages.
         path: The folder.
-        max_model_len: A smaller context than the model was trained for, if wanted.
+        max_model_len: A smaller context than the model was trained for, if wanted; a larger one than by default, with "longrope".
 
     Raises:
         ModelLoadError: The config is missing or damaged, or describes a model that is not supported.
@@ -140,7 +149,8 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
     num_heads = size("num_attention_heads", 2**12)
     num_kv_heads = size("num_key_value_heads", 2**12, default=num_heads)
     head_dim = size("head_dim", 2**12, default=size("hidden_size", 2**18) // num_heads)
-    limit = size("max_position_embeddings", 2**24)
+    size("max_position_embeddings", 2**24)
+    default_len, limit = context_lengths(config)
     size("intermediate_size", 2**20, default=1)
     if not isinstance(config.get("rms_norm_eps") or 1.0, (int, float)):
         raise ModelLoadError(f"{path / 'config.json'} has rms_norm_eps = {config['rms_norm_eps']!r}, but it must be a number.")
@@ -158,7 +168,7 @@ def load_model_config(name: str, path: Path, max_model_len: int | None = None) -
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=size("vocab_size", 2**24),
-        max_model_len=max_model_len or limit,
+        max_model_len=max_model_len or default_len,
         eos_token_ids=_eos_token_ids(path, config),
         model_cls=model_cls,
     )

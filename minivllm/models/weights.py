@@ -180,7 +180,9 @@ def load_weights(model: CausalLM, weights: Iterator[tuple[str, Any]], model_name
             raise ModelLoadError(f"The weights of {model_name} do not fit its config: the model has no place for {name!r}.")
         layer, kind, *shard_id = targets.pop(name)
         parameter, tensor = layer.get_parameter(kind), CheckpointTensor(model_name, name, source)
-        if isinstance(layer, (Linear, VocabParallelEmbedding)):
+        if isinstance(layer, Linear) and not shard_id and len(layer.out_features) > 1:
+            layer.load_fused_weight(parameter, tensor)
+        elif isinstance(layer, (Linear, VocabParallelEmbedding)):
             layer.load_weight(parameter, tensor, *shard_id)
         else:
             parameter.data.copy_(tensor.read(tuple(parameter.shape)))

@@ -9,7 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BLOCK_SIZES, DTYPES, HEADS, Guarded, assert_close, guarded_results
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import KernelError
@@ -98,10 +107,21 @@ CONFIGS = {
         Qwen3ForCausalLM,
         Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=16, eos_token_id=2),
     ),
-}
+    "smollm3": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config(**SIZES | {"num_hidden_layers": 2}, num_attention_heads=4, num_key_value_heads=2, no_rope_layers=[0, 1], pad_token_id=0),
+    ),
+    "phi3": (
+        Phi3ForCausalLM,
+        Phi3Config(
+            **SIZES, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, original_max_position_embeddings=128,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        ),
+    ),
+}  # fmt: skip
 
 
-@pytest.fixture(params=list(CONFIGS))
+@pytest.fixture(params=["llama", "qwen3", "smollm3"])
 def llm(request, tmp_path, monkeypatch):
     """An engine whose operations are all Triton's, as on a GPU."""
     model_cls, config = CONFIGS[request.param]
@@ -142,3 +162,19 @@ def test_a_model_calls_it_and_its_tokens_are_the_same(llm, monkeypatch):
         layer.rotary.register_forward_hook(lambda *_: seen.append(1))
     assert generate(llm) == tokens
     assert len(calls) == 4 * len(layers) and seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("llm", ["phi3"], indirect=True)
+@pytest.mark.skipif(not triton.INTERPRETED, reason="on a GPU the layers that are captured are not called again")
+def test_a_model_that_rotates_some_channels_alone_does_not_call_it(llm, tmp_path, monkeypatch):
+    for layer in attention_layers(llm):
+        assert type(layer) is fused_attention.FusedLlamaAttention
+        monkeypatch.setattr(layer.backend, "ops", copy.copy(layer.backend.ops))
+        monkeypatch.setattr(layer.backend.ops, "norm_rope_and_cache", None)
+    model = Phi3ForCausalLM.from_pretrained(tmp_path)
+    expected = []
+    for prompt in ([5, 6, 7, 8, 9, 10, 11], [20, 21]):
+        output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=4, min_new_tokens=4, eos_token_id=None)
+        expected.append(output[0, len(prompt) :].tolist())
+    assert generate(llm) == expected
