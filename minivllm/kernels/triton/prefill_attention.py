@@ -45,7 +45,7 @@ def paged_prefill_attention(
         return out
     channels = max(16, triton.next_power_of_2(head_dim))
     block_size = key_cache.shape[1]
-    tiles = choose_tiles(channels, query.element_size(), group, block_size, num_tokens / num_seqs)
+    tiles = choose_tiles(channels, query.element_size(), group, block_size, num_tokens / num_seqs, window)
     rows, tile, num_warps, num_stages = tiles
     rows = max(rows, triton.next_power_of_2(group))
     tokens = rows // group
@@ -61,7 +61,9 @@ def paged_prefill_attention(
     return out
 
 
-def choose_tiles(channels: int, element_size: int, group: int, block_size: int, mean_tokens: float) -> tuple[int, int, int, int]:
+def choose_tiles(
+    channels: int, element_size: int, group: int, block_size: int, mean_tokens: float, window: int = 0
+) -> tuple[int, int, int, int]:
     """Rows of a query tile, tokens of a key tile, warps and pipeline stages, for sequences with so many new tokens on average.
 
     Large tiles reuse more of what they load; queries, output and the tiles in flight must fit in registers and shared memory. A
@@ -73,8 +75,8 @@ def choose_tiles(channels: int, element_size: int, group: int, block_size: int, 
         return 128, 64, 4, 3
     if channels > 128 or mean_tokens < LONG_PROMPT:
         return 64, 32, 4, 2
-    # The largest needs every register; with more to compute for an address, some would be spilled.
-    return (256, 64, 8, 3) if block_size <= 16 and group & (group - 1) == 0 else (128, 64, 8, 3)
+    # The largest needs every register; with more to compute for an address, or a window, some would be spilled.
+    return (256, 64, 8, 3) if block_size <= 16 and not window and group & (group - 1) == 0 else (128, 64, 8, 3)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])  # they change from step to step
