@@ -76,7 +76,8 @@ class InputProcessor:
 
     @property
     def _cache_limit(self) -> int:
-        if self._block_size and self._scheduler_config.may_exceed_cache(self.cache_tokens, self._block_size):
+        config = self._scheduler_config
+        if config.window and self._block_size and config.may_exceed_cache(self.cache_tokens, self._block_size):
             return self._model_config.max_model_len + 1
         return self.cache_tokens + 1  # the last token is never fed back, so it needs no slot
 

@@ -233,7 +233,9 @@ class CompiledLayers:
         settings: As for the halves.
     """
 
-    def __init__(self, kernels: Any, layers: list[Any], norm: RMSNorm | None, settings: tuple[int, float, int, float, float]) -> None:
+    def __init__(
+        self, kernels: Any, layers: list[Any], norm: RMSNorm | None, settings: tuple[int, float, int, float, float]
+    ) -> None:
         self.kernels, self.layers, self.settings = kernels, layers, settings
         self.norm, self.eps = (None, 0.0) if norm is None else (norm.weight.numpy(), norm.eps)
         self.addresses = np.array([[array.ctypes.data for array in layer.arrays()] for layer in layers], np.int64)

@@ -58,7 +58,9 @@ def _switched_on_layers(config: ModelConfig) -> list[bool]:
     if listed is not None:
         return listed
     if config.architecture == "SmolLM3ForCausalLM":
-        raise ModelLoadError(f"{config.path / 'config.json'} has use_sliding_window, but no layer_types that say where: add them.")
+        raise ModelLoadError(
+            f"{config.path / 'config.json'} has use_sliding_window, but no layer_types that say where: add them."
+        )
     first = _read_count(config, "max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, lowest=0)
     return [i >= first for i in range(config.num_layers)]
 
@@ -68,7 +70,11 @@ def _layer_types(config: ModelConfig) -> list[bool] | None:
     types = config.hf_config.get("layer_types")
     if types is None:
         return None
-    if not isinstance(types, list) or len(types) != config.num_layers or not set(map(str, types)) <= {"sliding_attention", "full_attention"}:
+    if (
+        not isinstance(types, list)
+        or len(types) != config.num_layers
+        or not set(map(str, types)) <= {"sliding_attention", "full_attention"}
+    ):
         raise ModelLoadError(
             f"{config.path / 'config.json'} has layer_types = {types!r}, but it must have 'sliding_attention' or 'full_attention' for each of "
             f"the {config.num_layers} layers."

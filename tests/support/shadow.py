@@ -19,7 +19,15 @@ from minivllm.engine.tokenizer import Tokenizer
 from minivllm.executor.base import Executor, PendingStep
 from minivllm.outputs import Logprob
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import FREED_BLOCK, PLACEHOLDER, ExecuteModelRequest, Masks, SchedulerOutput, SequenceData, SequenceOutput
+from minivllm.scheduler_output import (
+    FREED_BLOCK,
+    PLACEHOLDER,
+    ExecuteModelRequest,
+    Masks,
+    SchedulerOutput,
+    SequenceData,
+    SequenceOutput,
+)
 from minivllm.worker.sampler import random_key
 
 VOCAB_SIZE = 50

@@ -224,7 +224,20 @@ def _attention_block(
     if is_decode:
         _decode(query, key_cache, value_cache, block_tables, context_lens, scale, window, num_threads, attended, channels, group)
     else:
-        _prefill(query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, num_threads, attended, channels, group)
+        _prefill(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            context_lens,
+            starts,
+            scale,
+            window,
+            num_threads,
+            attended,
+            channels,
+            group,
+        )
     multiply(attended.reshape((num_tokens, q_size)), output_weight, out, num_threads)
 
 

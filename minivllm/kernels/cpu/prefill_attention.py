@@ -93,7 +93,9 @@ def _compile_attend(query, key_cache, value_cache, table, kv_head, position, sca
 
 
 @njit(error_model="numpy")
-def _prefill_part(part, tiles, query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, out, channels, group):
+def _prefill_part(
+    part, tiles, query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, out, channels, group
+):
     """A KV head of a tile of queries."""
     num_kv_heads = key_cache.shape[2]
     seq, first = tiles[part // num_kv_heads]
@@ -106,7 +108,9 @@ def _prefill_part(part, tiles, query, key_cache, value_cache, block_tables, cont
 
 
 @njit(error_model="numpy")
-def _decode_some(query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, num_threads, out, channels, group):
+def _decode_some(
+    query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, num_threads, out, channels, group
+):
     """The sequences with a single new token."""
     seqs = np.flatnonzero(starts[1:] - starts[:-1] == 1)
     if len(seqs) > 0:
@@ -124,7 +128,9 @@ def _decode_some(query, key_cache, value_cache, block_tables, context_lens, star
 def _prefill(query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, num_threads, out, channels, group):
     """All sequences; the rows after them become 0."""
     out[starts[-1] :] = 0
-    _decode_some(query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, num_threads, out, channels, group)
+    _decode_some(
+        query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, num_threads, out, channels, group
+    )
     tiles = _order_tiles(starts, context_lens, window)
     parallel_for(
         num_threads, len(tiles) * key_cache.shape[2], _prefill_part,
