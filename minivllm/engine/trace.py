@@ -341,8 +341,7 @@ def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]
             value = list(value.items())
         elif item.name == "cached_blocks":
             old_blocks = before.cached_blocks if before else frozenset()
-            value = [sorted(value - old_blocks), sorted(old_blocks - value)]
-            value = value if any(value) else []
+            value = [sorted(value - old_blocks), sorted(old_blocks - value)] if value != old_blocks else []
         if item.name not in ("request_snapshots", "describes_all") and (value or value == 0 or item.name == "scheduled"):
             content[item.name] = value
     return content
@@ -391,7 +390,8 @@ def _check(trace: EngineTrace) -> None:
             if moments != sorted(moments) or not all(map(math.isfinite, moments)):
                 raise ValueError(f"step {number} has a rank whose times are not in order")
         named = {*step.arrived, *step.aborted, *(key.request_id for key in (*step.block_tables, *step.swapped_tables))}
-        named.update(item.request_id for item in (*step.scheduled, *step.preempted, *step.finished, *step.swapped_in))
+        for items in (step.scheduled, step.preempted, step.finished, step.swapped_in):
+            named.update(item.request_id for item in items)
         if not named <= trace.requests.keys():
             raise ValueError(f"step {number} names an unknown request {min(named - trace.requests.keys())!r}")
         gpu_blocks = (*step.block_tables.values(), step.ref_counts, step.cached_blocks, *step.blocks_to_copy)
