@@ -61,7 +61,8 @@ class BlockTables:
                 written[i] = []  # until it is complete: Ctrl-C may come
                 row = self._array[i]
                 row[: len(table)] = table
-                row[row == FREED_BLOCK] = 0
+                if table[:1] == [FREED_BLOCK]:  # they are freed from the front
+                    row[row == FREED_BLOCK] = 0
                 row[len(table) :] = 0
                 written[i] = list(table)  # the scheduler's own list grows
         return self._array[: len(tables), :width].copy()

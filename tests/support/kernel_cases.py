@@ -247,7 +247,7 @@ def lengths(draw: st.DrawFn, block_size: int, at_least: int = 0) -> int:
 
 
 @st.composite
-def attention_cases(draw: st.DrawFn, device: str, decode: bool, cpu: bool = False) -> AttentionCase:
+def attention_cases(draw: st.DrawFn, device: str, decode: bool, cpu: bool = False, windows: bool = True) -> AttentionCase:
     """Batches of 0 to 4 sequences; with `decode`, each has one new token, or no context if it is padding."""
     every_shape = st.tuples(st.sampled_from(HEADS), st.sampled_from(DTYPES), st.booleans())
     heads, dtype, strided = draw(st.sampled_from(CPU_SHAPES) if cpu else every_shape)
@@ -271,5 +271,5 @@ def attention_cases(draw: st.DrawFn, device: str, decode: bool, cpu: bool = Fals
         index_dtype=torch.int32 if cpu else draw(st.sampled_from([torch.int32, torch.int64])),
         scale=draw(st.sampled_from([1.0, 0.3])),
         seed=draw(st.integers(0, 2**31)),
-        window=draw(st.sampled_from([0, 0, 1, 2, block_size - 1, block_size, block_size + 1, 70, 1000])),
+        window=draw(st.sampled_from([0, 0, 1, 2, block_size - 1, block_size, block_size + 1, 70, 1000])) if windows else 0,
     )
