@@ -89,6 +89,8 @@ class SchedulerConfig:
         prompt_lookup_max, prompt_lookup_min: Longest and shortest n-gram used to look up draft tokens.
         async_scheduling: Whether the next step is scheduled while the device computes this one.
         pipeline_parallel_size: The number of pipeline stages, each with a batch of its own.
+        window: How many tokens back any layer of the model sees, itself included; cache blocks before them are freed while a sequence runs. 0 if a
+            layer sees all.
     """
 
     max_num_seqs: int = 256
@@ -102,6 +104,7 @@ class SchedulerConfig:
     prompt_lookup_min: int = 2
     async_scheduling: bool = False
     pipeline_parallel_size: int = 1
+    window: int = 0
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -115,6 +118,7 @@ class SchedulerConfig:
                 f"({self.max_num_seqs}), so some running sequences would never get a token: raise the former or lower the latter."
             )
         check_at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        check_at_least("window", self.window, 0)
         check_at_least("prompt_lookup_max", self.prompt_lookup_max, 1)
         check_at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
         if self.prompt_lookup_max > 32:
@@ -126,6 +130,14 @@ class SchedulerConfig:
                 f"prompt_lookup_min is {self.prompt_lookup_min}, more than prompt_lookup_max ({self.prompt_lookup_max}), so no "
                 f"n-gram would be looked up: lower the former or raise the latter."
             )
+
+    def may_exceed_cache(self, cache_tokens: int, block_size: int) -> bool:
+        """Whether a sequence may have more tokens than the whole cache: a window and the tokens of a step have room in it, and prompts are computed in
+        chunks (after a preemption, a sequence is a prompt again)."""
+        num_held = (
+            self.window + self.max_num_batched_tokens + 2 * block_size
+        )  # the first and the last block may be full of others
+        return self.window > 0 and self.enable_chunked_prefill and num_held <= cache_tokens
 
     def check_prompts_fit(self, max_model_len: int) -> None:
         """Raise a ConfigError if a prompt can be too long for one step, and may not be computed in chunks."""

@@ -23,6 +23,10 @@ Phase = Literal["prefill", "decode", "mixed", "idle"]
 PLACEHOLDER = -1
 """In the place of a token id: the token that the worker has sampled last for this sequence, which the scheduler does not know yet."""
 
+FREED_BLOCK = -1
+"""In a block table, in the place of a block that has been freed because it lies behind the sequence's sliding window. Kernels see block 0 there, and
+do not look at it."""
+
 Masks = dict[int, list[bytes]]
 """Of sequences with structured outputs, by their place in the batch: which tokens may follow the last known one, and each draft
 (`StructuredOutputGrammar.masks`)."""
@@ -38,7 +42,7 @@ class SequencePart(msgspec.Struct, Generic[RequestT], array_like=True, forbid_un
         seq_id, index: The sequence, in the engine and among the request's `n`.
         token_ids: Tokens to compute: known ones, then `num_drafts` draft tokens. The last may be the `PLACEHOLDER`.
         num_computed_tokens: Position of the first of them.
-        block_table: Cache blocks of the sequence, in the order of its tokens.
+        block_table: Cache blocks of the sequence, in the order of its tokens; `FREED_BLOCK` for those behind its window.
         num_output_tokens: Output tokens before the step, with placeholders; with it the random stream is keyed.
         output_token_ids: Those tokens, for what depends on them, such as penalties; else empty.
         num_samples: Tokens to sample after the last known one: 0 if it is not computed yet, else 1, plus 1 for each sibling forked now.

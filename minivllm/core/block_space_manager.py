@@ -15,6 +15,7 @@ from collections.abc import Collection
 
 from minivllm.core.block_allocator import BlockAllocator
 from minivllm.request import Sequence
+from minivllm.scheduler_output import FREED_BLOCK
 
 
 class BlockSpaceManager:
@@ -52,6 +53,23 @@ class BlockSpaceManager:
         """Host block tables of swapped-out sequences."""
         self.num_cached_blocks: dict[int, int] = {}
         """How many of a sequence's first blocks are registered in the prefix cache, or came from it."""
+        self.window = 0
+        """How many tokens back any token sees, if blocks before them are freed; 0 if sequences keep all blocks. See `use_window`."""
+        self.max_new_tokens: int | None = None
+        """With a window: the tokens that a sequence gets blocks for when it is admitted. None: all."""
+        self.num_freed_blocks: dict[int, int] = {}
+        """How many of a sequence's first blocks lie behind its window; in their places, tables have `FREED_BLOCK`."""
+
+    def use_window(self, window: int, max_new_tokens: int | None = None) -> None:
+        """From now on, free blocks as soon as no token looks at them again, in `free_blocks_behind_window`.
+
+        Args:
+            window: How many tokens each token sees, itself included; in a model whose layers differ, the largest number.
+            max_new_tokens: The most tokens of a prompt that one step computes, if prompts are computed in chunks. A sequence then gets blocks
+                for so many, and more from `append_chunk_slots` as it goes on, so that a prompt may be longer than the cache. None: a prompt is
+                computed in one step, and gets all its blocks for it.
+        """
+        self.window, self.max_new_tokens = window, max_new_tokens
 
     # -- admission -----------------------------------------------------------------------------------------------
 
@@ -84,7 +102,8 @@ class BlockSpaceManager:
     ) -> bool:
         """Whether `allocate(seq, cached_blocks)` would find enough blocks and leave the watermark free, once those in `without` are preempted."""
         cached_blocks, freed = cached_blocks or [], self._blocks_held_only_by(without)
-        num_needed = self.num_blocks_for(seq.num_tokens) - len(cached_blocks)
+        num_needed = self._num_blocks_to_begin(seq, len(cached_blocks)) - len(cached_blocks)
+        cached_blocks = cached_blocks[self._num_blocks_behind(len(cached_blocks) * self.block_size) :]
         # A cached block without references counts as free until it is taken.
         num_needed += sum(self.gpu_allocator.ref_counts[block] == 0 or block in freed for block in cached_blocks)
         watermark = self.watermark_blocks if keep_watermark else 0
@@ -92,18 +111,27 @@ class BlockSpaceManager:
 
     def _blocks_held_only_by(self, sequences: Collection[Sequence]) -> set[int]:
         """The device blocks that would be free without these sequences."""
-        counts = Counter(block for seq in sequences for block in self.block_tables[seq.seq_id])
+        counts = Counter(block for seq in sequences for block in self._held_blocks(seq))
         return {block for block, count in counts.items() if count == self.gpu_allocator.ref_counts[block]}
 
     def allocate(self, seq: Sequence, cached_blocks: list[int] | None = None) -> None:
-        """Give a sequence its block table: the cached blocks first, then new ones for its other tokens."""
+        """Give a sequence its block table: the cached blocks first, then new ones for its other tokens (with a window, for the first of them)."""
         table = list(cached_blocks or [])
-        for block in table:  # referenced before anything is allocated, so that none of them is handed out
+        num_freed, num_blocks = self._num_blocks_behind(len(table) * self.block_size), self._num_blocks_to_begin(seq, len(table))
+        for block in table[num_freed:]:  # referenced before anything is allocated, so that none of them is handed out
             self.gpu_allocator.share(block)
         self.num_cached_blocks[seq.seq_id] = len(table)
-        for _ in range(self.num_blocks_for(seq.num_tokens) - len(table)):
+        if num_freed:
+            table[:num_freed] = [FREED_BLOCK] * num_freed
+            self.num_freed_blocks[seq.seq_id] = num_freed
+        for _ in range(num_blocks - len(table)):
             table.append(self.gpu_allocator.allocate())
         self.block_tables[seq.seq_id] = table
+
+    def _num_blocks_to_begin(self, seq: Sequence, num_cached_blocks: int) -> int:
+        """The length of the table that a sequence is admitted with."""
+        most = seq.num_tokens if self.max_new_tokens is None else num_cached_blocks * self.block_size + self.max_new_tokens
+        return self.num_blocks_for(min(seq.num_tokens, most))
 
     # -- growth --------------------------------------------------------------------------------------------------
 
@@ -151,6 +179,17 @@ class BlockSpaceManager:
         while len(table) > self.num_blocks_for(seq.num_computed_tokens):
             self.gpu_allocator.release(table.pop())
 
+    def append_chunk_slots(self, seq: Sequence, num_tokens: int) -> int:
+        """Make room for the next tokens of a prompt while blocks are free.
+
+        Returns:
+            How many of the `num_tokens` tokens there is room for.
+        """
+        table, first = self.block_tables[seq.seq_id], seq.num_computed_tokens
+        missing = self.num_blocks_for(first + num_tokens) - len(table)
+        table.extend(self.gpu_allocator.allocate() for _ in range(min(missing, self.gpu_allocator.num_free)))
+        return min(num_tokens, len(table) * self.block_size - first)
+
     def _must_copy(self, seq: Sequence) -> bool:
         block = self.block_tables[seq.seq_id][seq.num_computed_tokens // self.block_size]
         return self.gpu_allocator.ref_counts[block] > 1
@@ -172,14 +211,40 @@ class BlockSpaceManager:
                 self.gpu_allocator.cache(table[i], hashes[i])
             self.num_cached_blocks[seq.seq_id] = num_full
 
+    # -- windows ---------------------------------------------------------------------------------------------
+
+    def free_blocks_behind_window(self, seq: Sequence) -> None:
+        """Free the blocks that no later token of the sequence looks at, and put `FREED_BLOCK` in their places.
+
+        Called after `cache_full_blocks`, so that the prefix cache still finds them. Steps in flight count as not computed.
+        """
+        first, num_freed = seq.num_computed_tokens - seq.num_tokens_in_flight, self.num_freed_blocks.get(seq.seq_id, 0)
+        num_behind = self._num_blocks_behind(first)
+        if num_behind > num_freed:
+            table = self.block_tables[seq.seq_id]
+            for i in range(num_freed, num_behind):
+                self.gpu_allocator.release(table[i])
+                table[i] = FREED_BLOCK
+            self.num_freed_blocks[seq.seq_id] = num_behind
+
+    def _num_blocks_behind(self, position: int) -> int:
+        """The blocks wholly before the window of the token at this position."""
+        return max(0, position - self.window + 1) // self.block_size if self.window else 0
+
+    def _held_blocks(self, seq: Sequence) -> list[int]:
+        """The device blocks that a sequence still holds."""
+        table, num_freed = self.block_tables.get(seq.seq_id, []), self.num_freed_blocks.get(seq.seq_id, 0)
+        return table[num_freed:] if num_freed else table
+
     # -- sharing and freeing ---------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give the child the parent's blocks: another reference to each, no copy."""
-        table = self.block_tables[parent.seq_id]
-        for block in table:
+        for block in self._held_blocks(parent):
             self.gpu_allocator.share(block)
-        self.block_tables[child.seq_id] = list(table)
+        self.block_tables[child.seq_id] = list(self.block_tables[parent.seq_id])
+        if parent.seq_id in self.num_freed_blocks:
+            self.num_freed_blocks[child.seq_id] = self.num_freed_blocks[parent.seq_id]
         self.num_cached_blocks[child.seq_id] = self.num_cached_blocks[parent.seq_id]
 
     def free(self, seq: Sequence) -> None:
@@ -188,9 +253,11 @@ class BlockSpaceManager:
         The last block is freed first, so that among cached blocks it is evicted first: later prompts most likely share the beginning of a
         text.
         """
-        for block in reversed(self.block_tables.pop(seq.seq_id, [])):
+        for block in reversed(self._held_blocks(seq)):
             self.gpu_allocator.release(block)
-        for block in reversed(self.swapped_tables.pop(seq.seq_id, [])):
+        self.block_tables.pop(seq.seq_id, None)
+        num_freed = self.num_freed_blocks.pop(seq.seq_id, 0)
+        for block in reversed(self.swapped_tables.pop(seq.seq_id, [])[num_freed:]):
             self.cpu_allocator.release(block)
         self.num_cached_blocks.pop(seq.seq_id, None)
 
@@ -198,35 +265,38 @@ class BlockSpaceManager:
 
     def can_swap_out(self, seq: Sequence) -> bool:
         """Whether the host has room for the sequence's blocks."""
-        return self.cpu_allocator.num_free >= len(self.block_tables[seq.seq_id])
+        return self.cpu_allocator.num_free >= len(self._held_blocks(seq))
 
     def swap_out(self, seq: Sequence) -> list[tuple[int, int]]:
         """Move the sequence's blocks to the host. Returns (device block, host block) pairs to copy."""
-        table = self.block_tables.pop(seq.seq_id)
+        table = self._held_blocks(seq)
+        num_freed = len(self.block_tables.pop(seq.seq_id)) - len(table)
         moves = [(block, self.cpu_allocator.allocate()) for block in table]
         for block in reversed(table):
             self.gpu_allocator.release(block)
-        self.swapped_tables[seq.seq_id] = [host for _, host in moves]
+        self.swapped_tables[seq.seq_id] = [FREED_BLOCK] * num_freed + [host for _, host in moves]
         return moves
 
     def can_swap_in(self, seq: Sequence, keep_watermark: bool = True) -> bool:
         """Whether the device has room for the sequence's blocks and its next token."""
         watermark = self.watermark_blocks if keep_watermark else 0
-        return self.gpu_allocator.num_free - self.num_blocks_for(seq.num_tokens) >= watermark
+        num_blocks = min(self.num_blocks_for(seq.num_tokens), len(self.swapped_tables[seq.seq_id]) + 1)
+        return self.gpu_allocator.num_free - (num_blocks - self.num_freed_blocks.get(seq.seq_id, 0)) >= watermark
 
     def swap_in(self, seq: Sequence) -> list[tuple[int, int]]:
         """Move the sequence's blocks back to the device. Returns (host block, device block) pairs to copy."""
-        host_table = self.swapped_tables.pop(seq.seq_id)
+        num_freed = self.num_freed_blocks.get(seq.seq_id, 0)
+        host_table = self.swapped_tables.pop(seq.seq_id)[num_freed:]
         moves = [(host, self.gpu_allocator.allocate()) for host in host_table]
         for host in reversed(host_table):
             self.cpu_allocator.release(host)
-        self.block_tables[seq.seq_id] = [block for _, block in moves]
+        self.block_tables[seq.seq_id] = [FREED_BLOCK] * num_freed + [block for _, block in moves]
         return moves
 
     # -- inspection -------------------------------------------------------------------------------------------------
 
     def get_block_table(self, seq: Sequence) -> list[int]:
-        """The device blocks of a sequence, in the order of its tokens. This is the manager's own list: do not change it."""
+        """The device blocks of a sequence, in the order of its tokens, `FREED_BLOCK` for those behind its window. This is the manager's own list: do not change it."""
         return self.block_tables[seq.seq_id]
 
     def get_num_free_gpu_blocks(self) -> int:

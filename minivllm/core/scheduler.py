@@ -51,6 +51,8 @@ class Scheduler:
         """Requests that have not finished, by id."""
         self._seq_ids = itertools.count()
         self._arrivals, self._resumptions = itertools.count(), itertools.count(-(2**62))
+        if config.window:
+            block_manager.use_window(config.window, config.max_num_batched_tokens if config.enable_chunked_prefill else None)
         self.speculation = SpeculativeDecoding(config, block_manager) if config.num_speculative_tokens > 0 else None
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -232,13 +234,19 @@ class Scheduler:
         return True
 
     def _schedule_prefill_chunks(self, output: SchedulerOutput) -> None:
-        """Continue prompts that earlier steps have started. Their blocks were allocated at admission."""
+        """Continue prompts that earlier steps have started. Their blocks were allocated at admission; with a window, chunk by chunk."""
         for seq in self.running:
             num_tokens = seq.num_uncomputed_tokens
             budget = self.config.max_num_batched_tokens - output.num_batched_tokens
             if num_tokens > 1 and budget > 0 and self.is_ready(seq):
-                self._add(output, seq, min(num_tokens, budget))
-                output.num_prefills += 1
+                num_tokens = min(num_tokens, budget)
+                if self.config.window:
+                    num_tokens = self.block_manager.append_chunk_slots(seq, num_tokens)
+                if num_tokens > 0:
+                    self._add(output, seq, num_tokens)
+                    output.num_prefills += 1
+        if self.config.window and self.running and not output.scheduled and not any(s.num_tokens_in_flight for s in self.running):
+            self._preempt(self.running[-1], output)  # no prompt can go on, as the others have all blocks
 
     def _swap_in(self, output: SchedulerOutput) -> None:
         """Swap sequences back in, in order, and decode them in this step."""
@@ -318,6 +326,8 @@ class Scheduler:
             return [seq]
         seq.num_computed_tokens += scheduled.num_tokens
         self.block_manager.cache_full_blocks(seq)
+        if self.config.window:
+            self.block_manager.free_blocks_behind_window(seq)
         if not result.token_ids:  # a chunk in the middle of a prompt
             return []
         if not seq.num_unforked_siblings:

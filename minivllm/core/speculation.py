@@ -147,3 +147,5 @@ class SpeculativeDecoding:
             if seq.finished:
                 return
         self.block_manager.free_draft_slots(seq)
+        if self.config.window:
+            self.block_manager.free_blocks_behind_window(seq)

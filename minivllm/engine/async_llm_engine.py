@@ -76,7 +76,9 @@ class AsyncLLMEngine:
         self.tokenizer, self._client = tokenizer, client
         self.replicas = client
         cache_tokens = self.num_gpu_blocks * cache_config.block_size
-        self.input_processor = input_processor or InputProcessor(model_config, scheduler_config, tokenizer, cache_tokens, seed)
+        self.input_processor = input_processor or InputProcessor(
+            model_config, scheduler_config, tokenizer, cache_tokens, seed, block_size=cache_config.block_size
+        )
         self.input_processor.num_engines = self.num_engines
         self.input_processor.load_grammar_tokenizer()
         self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)

@@ -98,6 +98,7 @@ class EngineConfig:
         # Imported here, so that an engine on a simulated executor does not load torch.
         from minivllm.models.hub import resolve_model
         from minivllm.models.registry import check_can_be_split, load_model_config, load_sampling_defaults
+        from minivllm.models.windows import cache_window
 
         for name, methods in PLUGINS.items():
             check_plugin(name, getattr(args, name), methods)
@@ -113,6 +114,8 @@ class EngineConfig:
         check_can_be_split(model_config, parallel_config)
         check_steps_in_flight(args)
         scheduler_config = args.scheduler_config(model_config.max_model_len)
+        if args.scheduler_cls is None and args.block_space_manager_cls is None:  # another class may not know of freed blocks
+            scheduler_config = replace(scheduler_config, window=cache_window(model_config))
         return cls(
             model_config,
             args.cache_config(),

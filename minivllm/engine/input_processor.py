@@ -44,6 +44,7 @@ class InputProcessor:
         seed: Requests without a seed draw theirs from a stream that starts here.
         clock: Gives the arrival time, in seconds.
         in_process: Whether the model runs in this process, so that it can call functions of a request.
+        block_size: Of the cache. If given, the sequences of a model whose layers all have windows may be longer than the cache.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class InputProcessor:
         clock: Callable[[], float] = time.perf_counter,
         *,
         in_process: bool = False,
+        block_size: int | None = None,
     ) -> None:
         self.cache_tokens, self.num_engines = cache_tokens, 1
         self._model_config, self._scheduler_config, self._tokenizer = model_config, scheduler_config, tokenizer
-        self.clock, self._in_process = clock, in_process
+        self.clock, self._in_process, self._block_size = clock, in_process, block_size
         self._random = random.Random(seed)
         self._grammar_compiler = GrammarCompiler(model_config.path, model_config.vocab_size)
         eos = set(model_config.eos_token_ids)
@@ -74,6 +76,9 @@ class InputProcessor:
 
     @property
     def _cache_limit(self) -> int:
+        config = self._scheduler_config
+        if config.window and self._block_size and config.may_exceed_cache(self.cache_tokens, self._block_size):
+            return self._model_config.max_model_len + 1
         return self.cache_tokens + 1  # the last token is never fed back, so it needs no slot
 
     def process_inputs(

@@ -56,8 +56,9 @@ class LLMEngine:
         """Tokens that the whole KV cache holds."""
         in_process = isinstance(engine_core, InprocClient) and engine_core.core.executor.in_process
         self.input_processor = InputProcessor(
-            model_config, scheduler_config, tokenizer, self.cache_tokens, seed, clock, in_process=in_process
-        )
+            model_config, scheduler_config, tokenizer, self.cache_tokens, seed, clock, in_process=in_process,
+            block_size=cache_config.block_size,
+        )  # fmt: skip
         self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)
 
     @classmethod

@@ -20,7 +20,7 @@ import msgspec
 from minivllm.config import SchedulerConfig
 from minivllm.errors import ConfigError
 from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
-from minivllm.scheduler_output import Phase, RankTiming
+from minivllm.scheduler_output import FREED_BLOCK, Phase, RankTiming
 
 VERSION = 1
 """Version of the JSON format, raised by incompatible changes."""
@@ -29,6 +29,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 """A time on the engine's clock."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 """A count or an index."""
+TableEntry = Annotated[int, msgspec.Meta(ge=FREED_BLOCK, le=2**53)]
 
 
 class SequenceKey(NamedTuple):
@@ -120,7 +121,7 @@ class StepRecord:
         describes_all: Whether these are all unfinished requests, for a reader who joins here.
         num_running, num_waiting, num_swapped: Sequences in each queue.
         num_free_blocks: Free blocks on the device.
-        block_tables: Device blocks of each running sequence, in the order of its tokens.
+        block_tables: Device blocks of each running sequence, in the order of its tokens; -1 for those freed behind its sliding window.
         swapped_tables: Host blocks of each sequence that is swapped out.
         ref_counts: Reference counts of the blocks in `block_tables`, where they are not 1.
         cached_blocks: Blocks, free or not, in the prefix cache.
@@ -146,8 +147,8 @@ class StepRecord:
     aborted: list[str] = field(default_factory=list)
     request_snapshots: list[RequestSnapshot] = field(default_factory=list)
     describes_all: bool = False
-    block_tables: dict[SequenceKey, tuple[Count, ...]] = field(default_factory=dict)
-    swapped_tables: dict[SequenceKey, tuple[Count, ...]] = field(default_factory=dict)
+    block_tables: dict[SequenceKey, tuple[TableEntry, ...]] = field(default_factory=dict)
+    swapped_tables: dict[SequenceKey, tuple[TableEntry, ...]] = field(default_factory=dict)
     ref_counts: dict[Count, Count] = field(default_factory=dict)
     cached_blocks: frozenset[Count] = frozenset()
     blocks_to_copy: list[tuple[Count, Count]] = field(default_factory=list)
@@ -324,7 +325,7 @@ class EngineTrace:
 
 
 _TABLES = ("block_tables", "swapped_tables")
-_TableRow = tuple[str, Count, tuple[Count, ...] | None]  # request id, index, blocks; None where it has lost them
+_TableRow = tuple[str, Count, tuple[TableEntry, ...] | None]  # request id, index, blocks; None where it has lost them
 
 
 def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]:
@@ -340,8 +341,7 @@ def _step_to_json(step: StepRecord, before: StepRecord | None) -> dict[str, Any]
             value = list(value.items())
         elif item.name == "cached_blocks":
             old_blocks = before.cached_blocks if before else frozenset()
-            value = [sorted(value - old_blocks), sorted(old_blocks - value)]
-            value = value if any(value) else []
+            value = [sorted(value - old_blocks), sorted(old_blocks - value)] if value != old_blocks else []
         if item.name not in ("request_snapshots", "describes_all") and (value or value == 0 or item.name == "scheduled"):
             content[item.name] = value
     return content

@@ -27,7 +27,7 @@ from minivllm.engine.trace import (
 )
 from minivllm.request import Request, Sequence, SequenceStatus
 from minivllm.sampling_params import SamplingParams, StructuredOutputsParams
-from minivllm.scheduler_output import RankTiming, ScheduledSequence, SchedulerOutput
+from minivllm.scheduler_output import FREED_BLOCK, RankTiming, ScheduledSequence, SchedulerOutput
 
 _NOT_RECORDED = ("output_kind", "logits_processors")
 
@@ -303,4 +303,4 @@ def _shared_blocks(tables: Collection[tuple[int, ...]]) -> dict[int, int]:
     blocks = list(itertools.chain.from_iterable(tables))
     if len(set(blocks)) == len(blocks):  # the usual case is quick
         return {}
-    return {block: count for block, count in Counter(blocks).items() if count > 1}
+    return {block: count for block, count in Counter(blocks).items() if count > 1 and block != FREED_BLOCK}

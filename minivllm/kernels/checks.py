@@ -153,8 +153,10 @@ def check_slots(key_cache: Tensor, slot_mapping: Tensor, **_: Any) -> None:
         raise KernelError(f"slot_mapping names slot {int(slot_mapping.max())}, but the cache has {num_slots} slots.")
 
 
-def check_decode_numbers(key_cache: Tensor, block_tables: Tensor, context_lens: Tensor, **_: Any) -> None:
-    """Lengths that fit the tables, and tables that name blocks of the cache."""
+def check_decode_numbers(key_cache: Tensor, block_tables: Tensor, context_lens: Tensor, window: int = 0, **_: Any) -> None:
+    """Lengths that fit the tables, tables that name blocks of the cache, and a window that is one."""
+    if window < 0:
+        raise KernelError(f"window is {window}, but must be a number of tokens, or 0 for no window.")
     num_blocks, block_size = key_cache.shape[:2]
     max_blocks = block_tables.shape[1]
     lengths = context_lens.cpu()

@@ -33,8 +33,8 @@ class Ops:
     """
 
     reshape_and_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    paged_decode_attention: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
-    paged_prefill_attention: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+    paged_decode_attention: Callable[..., Tensor]  # (Tensor, Tensor, Tensor, Tensor, Tensor, float, int = 0)
+    paged_prefill_attention: Callable[..., Tensor]  # (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int = 0)
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rotary_embedding: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -52,9 +52,15 @@ def gather_blocks(cache: Tensor, block_tables: Tensor) -> Tensor:
 
 @checks.DECODE
 def paged_decode_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int = 0,
 ) -> Tensor:
-    """Attention of one new token per sequence over all its cached tokens, itself included.
+    """Attention of one new token per sequence over all its cached tokens, itself included, or the last `window` of them.
 
     Args:
         query: `[num_seqs, num_heads, head_dim]`.
@@ -63,20 +69,41 @@ def paged_decode_attention(
         block_tables: `[num_seqs, max_blocks]`; entries beyond a context are ignored, but must name blocks.
         context_lens: `[num_seqs]`, cached tokens of each sequence; 0 for padding, whose output is 0.
         scale: What the scores are multiplied by, usually `head_dim ** -0.5`.
+        window: Sliding-window attention (Beltagy et al., 2020, arXiv:2004.05150; Jiang et al., 2023, arXiv:2310.06825): each
+            token sees that many tokens, itself included; 0 for all. Blocks wholly before the window are not read.
 
     Returns:
         `[num_seqs, num_heads, head_dim]`.
     """
     num_seqs, num_heads, head_dim = query.shape
+    lengths = context_lens
+    if window:
+        block_tables, lengths = skip_blocks(block_tables, context_lens, window, key_cache.shape[1])
     keys = gather_blocks(key_cache, block_tables)
     values = gather_blocks(value_cache, block_tables)
     num_kv_heads, max_context = keys.shape[1], keys.shape[2]
     # The query heads that share a KV head become the rows of one small matrix, so that no key is repeated.
     grouped = query.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    in_context = torch.arange(max_context, device=query.device) < context_lens[:, None]
-    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=in_context[:, None, None, :], scale=scale)
+    positions = torch.arange(max_context, device=query.device)
+    visible = positions < lengths[:, None]
+    if window:
+        visible &= positions >= lengths[:, None] - window
+    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible[:, None, None, :], scale=scale)
     output = output.masked_fill((context_lens == 0)[:, None, None, None], 0)
     return output.reshape(num_seqs, num_heads, head_dim)
+
+
+def skip_blocks(block_tables: Tensor, context_lens: Tensor, window: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Block tables without the blocks wholly before the last `window` tokens, and the lengths that are left.
+
+    Returns:
+        `[num_seqs, blocks that a window can touch]` and `[num_seqs]`.
+    """
+    first_blocks = (context_lens - window).clamp(min=0) // block_size
+    num_blocks = min(block_tables.shape[1], -(-window // block_size) + 1)
+    columns = first_blocks[:, None] + torch.arange(num_blocks, device=block_tables.device)
+    columns = columns.clamp(max=max(0, block_tables.shape[1] - 1)).long()
+    return block_tables.gather(1, columns), context_lens - first_blocks * block_size
 
 
 @checks.PREFILL
@@ -88,6 +115,7 @@ def paged_prefill_attention(
     context_lens: Tensor,
     query_start_loc: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Causal attention of a ragged batch: the last tokens of each sequence, one or many, attend to its whole context.
 
@@ -101,6 +129,8 @@ def paged_prefill_attention(
         query_start_loc: `[num_seqs + 1]`: sequence i has rows `query_start_loc[i]` to `query_start_loc[i + 1] - 1`.
             Rows after the last sequence are padding, and their output is 0.
         scale: What the scores are multiplied by.
+        window: As for a decode: the token at position p sees those from p - window + 1 on. Blocks wholly before the window of a
+            sequence's first new token are not read.
 
     Returns:
         `[num_tokens, num_heads, head_dim]`.
@@ -111,20 +141,23 @@ def paged_prefill_attention(
     for i, context_len in enumerate(context_lens.tolist()):
         start, end = starts[i], starts[i + 1]
         if start < end:
-            block_table = block_tables[i : i + 1, : -(-context_len // block_size)]
-            keys = gather_blocks(key_cache, block_table)[0, :, :context_len]
-            values = gather_blocks(value_cache, block_table)[0, :, :context_len]
-            output[start:end] = causal_attention(query[start:end], keys, values, scale)
+            first_block = max(0, context_len - (end - start) - window + 1) // block_size if window else 0
+            block_table = block_tables[i : i + 1, first_block : -(-context_len // block_size)]
+            num_keys = context_len - first_block * block_size
+            keys = gather_blocks(key_cache, block_table)[0, :, :num_keys]
+            values = gather_blocks(value_cache, block_table)[0, :, :num_keys]
+            output[start:end] = causal_attention(query[start:end], keys, values, scale, window)
     return output
 
 
-def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int = 0) -> Tensor:
     """Attention of the last tokens of one sequence over its keys and values.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`.
         keys, values: `[num_kv_heads, context_len, head_dim]`.
         scale: What the scores are multiplied by.
+        window: The keys that each token sees, its own included; 0 for all before it.
 
     Returns:
         `[num_tokens, num_heads, head_dim]`.
@@ -134,11 +167,13 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) 
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
     keys = keys[:, None].expand(-1, grouped.shape[1], -1, -1)
     values = values[:, None].expand(-1, grouped.shape[1], -1, -1)
-    if context_len == num_tokens:
+    if context_len == num_tokens and not window:
         output = F.scaled_dot_product_attention(grouped, keys, values, is_causal=True, scale=scale)
     else:
         visible = torch.ones(num_tokens, context_len, dtype=torch.bool, device=query.device)
         visible = visible.tril(context_len - num_tokens)
+        if window:
+            visible = visible.triu(context_len - num_tokens - window + 1)
         output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scale)
     return output.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
 

@@ -54,7 +54,11 @@ class AttentionBackend(ABC):
     Attributes:
         ops: The kernels of `load_ops`. They check shapes, but not the numbers in tables and lengths, which the model runner
             has validated for the whole step.
+        window: The tokens that each token sees, itself included (sliding-window attention), as its layer says once the backend is made; 0 for
+            all before it.
     """
+
+    window: int = 0
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
         self.num_heads = num_heads
@@ -75,6 +79,19 @@ class AttentionBackend(ABC):
         A subclass of a backend that supports them must return `False` if its own `forward` prints or reads a tensor.
         """
         return False
+
+    @classmethod
+    def supports_windows(cls) -> bool:
+        """Whether `forward` honours `window`. If not, models whose layers have windows are refused.
+
+        What a backend says holds for its own `forward`: a subclass with another one must say it again.
+        """
+        return False
+
+    @property
+    def window_argument(self) -> tuple[int, ...]:
+        """What attention kernels are given after all else: the window, or nothing where there is none, so that kernels without that argument do."""
+        return (self.window,) if self.window else ()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         """`forward`, and a KernelError if it returns what the next layer cannot take: later kernels check nothing."""

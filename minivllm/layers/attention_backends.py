@@ -25,21 +25,29 @@ MAX_GATHERED_TOKENS = 2**16
 class TorchAttentionBackend(AttentionBackend):
     """Plain torch."""
 
+    @classmethod
+    def supports_windows(cls) -> bool:
+        return True
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         key_cache, value_cache = kv_cache
         self.ops.reshape_and_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
         if metadata.is_decode:
             # A few sequences at a time, to bound the memory of the gathered blocks.
-            rows = max(1, MAX_GATHERED_TOKENS // (metadata.block_tables.shape[1] * key_cache.shape[1]))
+            num_gathered = metadata.block_tables.shape[1] * key_cache.shape[1]
+            rows = max(1, MAX_GATHERED_TOKENS // min(num_gathered, (self.window or num_gathered) + 2 * key_cache.shape[1]))
             parts = zip(query.split(rows), metadata.block_tables.split(rows), metadata.context_lens.split(rows), strict=True)
             outputs = [
-                self.ops.paged_decode_attention(q, key_cache, value_cache, block_tables, context_lens, self.scale)
+                self.ops.paged_decode_attention(
+                    q, key_cache, value_cache, block_tables, context_lens, self.scale, *self.window_argument
+                )
                 for q, block_tables, context_lens in parts
             ]
             return torch.cat(outputs)
         return self.ops.paged_prefill_attention(
-            query, key_cache, value_cache, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, self.scale
-        )
+            query, key_cache, value_cache, metadata.block_tables, metadata.context_lens, metadata.query_start_loc, self.scale,
+            *self.window_argument,
+        )  # fmt: skip
 
 
 class CPUAttentionBackend(AttentionBackend):
@@ -54,6 +62,10 @@ class CPUAttentionBackend(AttentionBackend):
         from minivllm.kernels import cpu  # here, because Numba may be missing
 
         return cpu
+
+    @classmethod
+    def supports_windows(cls) -> bool:
+        return True
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         return attend(self, query, key, value, kv_cache, metadata)
@@ -70,6 +82,10 @@ class TritonAttentionBackend(AttentionBackend):
     def supports_cuda_graphs(cls) -> bool:
         return not cls.load_ops().INTERPRETED  # the interpreter copies tensors to the host
 
+    @classmethod
+    def supports_windows(cls) -> bool:
+        return True
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         return attend(self, query, key, value, kv_cache, metadata)
 
@@ -78,11 +94,11 @@ def attend(
     backend: AttentionBackend, query: Tensor, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
 ) -> Tensor:
     """Write to the cache and attend with kernels that walk the block tables; see `AttentionBackend.forward`."""
-    ops, tables, lengths = backend.ops, metadata.block_tables, metadata.context_lens
+    ops, tables, lengths, window = backend.ops, metadata.block_tables, metadata.context_lens, backend.window_argument
     ops.reshape_and_cache(key, value, *kv_cache, metadata.slot_mapping)
     if metadata.is_decode:
-        return ops.paged_decode_attention(query, *kv_cache, tables, lengths, backend.scale)
-    return ops.paged_prefill_attention(query, *kv_cache, tables, lengths, metadata.query_start_loc, backend.scale)
+        return ops.paged_decode_attention(query, *kv_cache, tables, lengths, backend.scale, *window)
+    return ops.paged_prefill_attention(query, *kv_cache, tables, lengths, metadata.query_start_loc, backend.scale, *window)
 
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
@@ -119,6 +135,12 @@ def get_attention_backend(backend: str | type, device: torch.device) -> type[Att
     if backend == "triton":
         _check_triton(device)
     return BACKENDS[backend]
+
+
+def honours_windows(backend: type[AttentionBackend]) -> bool:
+    """Whether a backend says so of the `forward` that it has, not of one that it has inherited from and replaced."""
+    says, forward = (next(c for c in backend.__mro__ if name in vars(c)) for name in ("supports_windows", "forward"))
+    return backend.supports_windows() and issubclass(says, forward)
 
 
 def _check_triton(device: torch.device) -> None:

@@ -25,7 +25,7 @@ from minivllm.errors import ConfigError
 from minivllm.kernels.checks import Checks
 from minivllm.kernels.ops import Ops, has_cpu_kernels, load_platform_kernels
 from minivllm.layers.attention import AttentionBackend
-from minivllm.layers.attention_backends import BACKENDS, CPUAttentionBackend, get_attention_backend
+from minivllm.layers.attention_backends import BACKENDS, CPUAttentionBackend, get_attention_backend, honours_windows
 from minivllm.layers.linear_methods import LinearMethod, PackedLinearMethod, UnquantizedLinearMethod
 
 PACKED_WEIGHTS = {
@@ -81,9 +81,26 @@ class Platform:
             return UnquantizedLinearMethod()
         return PackedLinearMethod(self.kernels.packed_linear, self.packed_weight)
 
-    def make_attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
-        """The attention of one layer."""
-        backend = self.attention_backend(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+    def make_attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None, scale: float | None = None
+    ) -> AttentionBackend:
+        """The attention of one layer.
+
+        Args:
+            num_heads, num_kv_heads, head_dim: See `AttentionBackend`.
+            window: The tokens that each token sees, itself included; None or 0 for all before it.
+            scale: What the scores are multiplied by; `head_dim ** -0.5` if None.
+
+        Raises:
+            ConfigError: The layer has a window, and the backend does not honour it.
+        """
+        if window and not honours_windows(self.attention_backend):
+            raise ConfigError(
+                f"The model has sliding-window attention, which attention_backend {self.attention_backend.__name__} does not say it honours: "
+                "let its forward pass self.window on and its supports_windows return True, or use 'auto'."
+            )
+        backend = self.attention_backend(num_heads, num_kv_heads, head_dim, head_dim**-0.5 if scale is None else scale)
+        backend.window = window or 0
         if self.attention_backend in BACKENDS.values():
             backend.ops = Ops(backend.load_ops(), Checks.NONE)
         return backend

@@ -33,6 +33,8 @@ class CausalLM(nn.Module):
     supports_pipeline_parallel: ClassVar[bool] = False
     """Whether several stages can have some of its layers each: it makes those of `platform.stage`, by `models.stages`, and `forward` takes and returns
     `IntermediateTensors`."""
+    supports_windows: ClassVar[bool] = False
+    """Whether its layers have the windows of `models.windows.layer_windows`, so that cache blocks that no layer looks at again may be freed."""
     intermediate_names: ClassVar[tuple[str, ...]] = ()
     """The names of these tensors, each `[num_tokens, hidden_size]` in the dtype of the activations."""
     choose: Callable[[Tensor, ChooseInPart], Tensor | None] | None = None

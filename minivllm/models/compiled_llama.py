@@ -186,11 +186,11 @@ class CompiledAttention:
 
     Attributes:
         weights: `AttentionWeights` of the layer.
-        settings: Query heads for each KV head, the scale of attention, and epsilon of the norm.
+        settings: Query heads for each KV head, the scale and window of attention, and epsilon of the norm.
         all_reduce: Sums the ranks' results.
     """
 
-    def __init__(self, kernels: Any, weights: Any, settings: tuple[int, float, float], all_reduce: AllReduce) -> None:
+    def __init__(self, kernels: Any, weights: Any, settings: tuple[int, float, int, float], all_reduce: AllReduce) -> None:
         self.kernels, self.weights, self.settings, self.all_reduce = kernels, weights, settings, all_reduce
 
     def __call__(
@@ -233,7 +233,9 @@ class CompiledLayers:
         settings: As for the halves.
     """
 
-    def __init__(self, kernels: Any, layers: list[Any], norm: RMSNorm | None, settings: tuple[int, float, float, float]) -> None:
+    def __init__(
+        self, kernels: Any, layers: list[Any], norm: RMSNorm | None, settings: tuple[int, float, int, float, float]
+    ) -> None:
         self.kernels, self.layers, self.settings = kernels, layers, settings
         self.norm, self.eps = (None, 0.0) if norm is None else (norm.weight.numpy(), norm.eps)
         self.addresses = np.array([[array.ctypes.data for array in layer.arrays()] for layer in layers], np.int64)
@@ -288,7 +290,7 @@ def _compile_attention(layer: LlamaDecoderLayer, kernels: Any) -> CompiledAttent
     if not rotary.rotates_all(attention.head_dim):
         return None
     weights = kernels.AttentionWeights(norm.weight.numpy(), *arrays, rotary.cos.numpy(), rotary.sin.numpy())
-    settings = (backend.num_heads // backend.num_kv_heads, backend.scale, norm.eps)
+    settings = (backend.num_heads // backend.num_kv_heads, backend.scale, backend.window, norm.eps)
     return CompiledAttention(kernels, weights, settings, attention.o_proj.group.all_reduce)
 
 

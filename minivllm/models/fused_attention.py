@@ -47,9 +47,10 @@ class FusedLlamaAttention(LlamaAttention):
         cos, sin = self.rotary.cos, self.rotary.sin
         q = ops.norm_rope_and_cache(positions, q, k, v, cos, sin, *kv_cache, metadata.slot_mapping, *norm)
         if metadata.is_decode:
-            output = ops.paged_decode_attention(q, *kv_cache, tables, lengths, self.backend.scale)
+            output = ops.paged_decode_attention(q, *kv_cache, tables, lengths, self.backend.scale, *self.backend.window_argument)
         else:
-            output = ops.paged_prefill_attention(q, *kv_cache, tables, lengths, metadata.query_start_loc, self.backend.scale)
+            starts, scale = metadata.query_start_loc, self.backend.scale
+            output = ops.paged_prefill_attention(q, *kv_cache, tables, lengths, starts, scale, *self.backend.window_argument)
         return self.o_proj(output.flatten(1))
 
     def _is_plain(self) -> bool:

@@ -21,6 +21,7 @@ from minivllm.layers.platform import Platform
 from minivllm.layers.rotary import RotaryEmbedding, rope_parameters
 from minivllm.models.base import CausalLM
 from minivllm.models.stages import here, make_layers, own_layers
+from minivllm.models.windows import layer_windows
 
 
 class LlamaAttention(nn.Module):
@@ -39,7 +40,7 @@ class LlamaAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, eps, platform.ops) if qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps, platform.ops) if qk_norm else None
         self.rotary = rotary
-        self.backend = platform.make_attention(self.num_heads, self.num_kv_heads, self.head_dim)
+        self.backend = platform.make_attention(self.num_heads, self.num_kv_heads, self.head_dim, layer_windows(config)[layer])
 
     def forward(self, x: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
@@ -129,6 +130,7 @@ class LlamaForCausalLM(CausalLM):
     ignored_weights = ("rotary_emb.inv_freq",)
     supports_tensor_parallel = True
     supports_pipeline_parallel = True
+    supports_windows = True
     intermediate_names = ("hidden_states", "residual")
     qk_norm = False
     model_cls = LlamaModel

@@ -5,19 +5,10 @@ Long contexts are of RoPE type "longrope"; Phi-4-mini rotates three quarters of 
 
 from __future__ import annotations
 
-from minivllm.config import ModelConfig
-from minivllm.layers.platform import Platform
 from minivllm.models.llama import LlamaForCausalLM
-from minivllm.models.window_check import refuse_windows
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
     """Each rank takes its heads' rows of queries, keys and values out of the fused tensors: see `Linear.load_fused_weight`."""
 
     fused_layers = {}  # they are so in the checkpoint
-    supports_tensor_parallel = True
-    supports_pipeline_parallel = True
-
-    def __init__(self, config: ModelConfig, platform: Platform) -> None:
-        refuse_windows(config)
-        super().__init__(config, platform)

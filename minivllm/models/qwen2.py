@@ -10,17 +10,14 @@ from dataclasses import replace
 from minivllm.config import ModelConfig
 from minivllm.layers.platform import Platform
 from minivllm.models.llama import LlamaForCausalLM
-from minivllm.models.window_check import refuse_windows
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """Windows count only with `use_sliding_window`: most checkpoints name a `sliding_window` without it."""
+    """Sliding windows count only with `use_sliding_window`: most checkpoints name a `sliding_window` without it."""
 
     supports_tensor_parallel = True
     supports_pipeline_parallel = True
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
-        if config.hf_config.get("use_sliding_window"):
-            refuse_windows(config)
         biases = {"qkv_bias": True, "attention_bias": False}  # `attention_bias` would be that of o_proj, too
         super().__init__(replace(config, hf_config=config.hf_config | biases), platform)

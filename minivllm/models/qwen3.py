@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from minivllm.config import ModelConfig
-from minivllm.errors import ModelLoadError
-from minivllm.layers.platform import Platform
 from minivllm.models.llama import LlamaForCausalLM
 
 
@@ -14,8 +11,3 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     supports_tensor_parallel = True
     supports_pipeline_parallel = True
     qk_norm = True
-
-    def __init__(self, config: ModelConfig, platform: Platform) -> None:
-        if config.hf_config.get("use_sliding_window"):
-            raise ModelLoadError("This Qwen3 checkpoint uses sliding-window attention, which is not supported.")
-        super().__init__(config, platform)

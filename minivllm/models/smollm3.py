@@ -13,7 +13,6 @@ from minivllm.layers.platform import Platform
 from minivllm.layers.rotary import RotaryEmbedding
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.stages import own_layers
-from minivllm.models.window_check import refuse_windows
 
 DEFAULTS = {"tie_word_embeddings": True, "rope_theta": 2e6}
 """What config.json leaves out: SmolLM3-3B's does not say that the head is the embedding."""
@@ -26,8 +25,6 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     supports_pipeline_parallel = True
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
-        if config.hf_config.get("use_sliding_window"):
-            refuse_windows(config)
         super().__init__(replace(config, hf_config=DEFAULTS | config.hf_config), platform)
         no_positions = RotaryEmbedding(
             config.head_dim, config.max_model_len, {"rope_type": "default", "rope_theta": 1e4}, platform.ops

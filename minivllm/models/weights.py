@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from minivllm.config import ModelConfig
-from minivllm.errors import ModelLoadError
+from minivllm.errors import ConfigError, ModelLoadError
 from minivllm.kernels.pages import return_freed_memory
 from minivllm.layers.embedding import VocabParallelEmbedding
 from minivllm.layers.linear import Linear
@@ -72,7 +72,7 @@ def build_model(config: ModelConfig, platform: Platform) -> CausalLM:
         with torch.device(platform.device):
             model: CausalLM = model_cls(config, platform)
             return model
-    except ModelLoadError:
+    except (ConfigError, ModelLoadError):
         raise
     except Exception as error:  # whatever a wrong config leads to
         if not model_cls.__module__.startswith("minivllm.models."):

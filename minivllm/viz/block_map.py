@@ -14,6 +14,7 @@ from matplotlib.patches import FancyArrowPatch, Patch
 from matplotlib.patheffects import withStroke
 
 from minivllm.engine.trace import EngineTrace
+from minivllm.scheduler_output import FREED_BLOCK
 from minivllm.viz.blocks import describe_step, find_blocks, step_number, table_limits
 from minivllm.viz.cells import ALLOCATED, DOTS, Cells, host_look
 from minivllm.viz.drawing import (
@@ -169,13 +170,14 @@ def _paint_tables(axes: Axes, trace: EngineTrace, step: int, colors: dict[str, s
         color, length = colors[key.request_id], min(lens[key], len(table) * size)
         labels.append(names[key] + (_HOST if on_host else ""))
         bottom, top = row + 0.92, row + 0.08
-        for place, block in enumerate(table):
+        num_freed = table.count(FREED_BLOCK)  # behind a sliding window
+        for place, block in enumerate(table[num_freed:], start=num_freed):
             box = (place * size, (place + 1) * size, bottom, top)
             cells.put("allocated", box, tint(color, whiteness))
             cells.put("shared" if not on_host and record.ref_counts.get(block, 1) > 1 else "owned", box)
             cells.write((place + 0.5) * size, row + 0.38, str(block), "middle")
         if length > 0:
-            cells.put(tokens, (0, length, bottom, bottom + (top - bottom) * 0.3), color)
+            cells.put(tokens, (num_freed * size, length, bottom, bottom + (top - bottom) * 0.3), color)
     cells.paint(axes)
     axes.set_xlim(0, num_blocks * size * 1.004)  # with the outline of the last block
     axes.set_ylim(num_rows, 0)

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from minivllm.engine.trace import EngineTrace, SequenceKey, StepRecord
+from minivllm.scheduler_output import FREED_BLOCK
 from minivllm.viz.drawing import Box, add_boxes, add_legend, new_figure, say, tidy
 from minivllm.viz.palette import INK, NEUTRAL, PALE, REQUEST_COLORS, tint
 from minivllm.viz.spans import find_context_lens, step_times
@@ -66,7 +67,7 @@ def _use_of_step(
     unshared = 0
     for key, table in step.block_tables.items():
         length = min(lens[0][key], len(table) * size)
-        unshared += length
+        unshared += length - size * table.count(FREED_BLOCK)
         next_table = following.block_tables.get(key, ()) if following is not None else ()
         for place in range(length // size, len(table)):
             block = table[place]

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from minivllm.layers.attention import AttentionMetadata
+from minivllm.scheduler_output import FREED_BLOCK
 
 
 class GraphSize(NamedTuple):
@@ -50,7 +51,8 @@ class BlockTables:
         """The table that each row holds."""
 
     def update(self, tables: list[list[int]]) -> np.ndarray:
-        """The tables of a step, `[len(tables), blocks of the longest]`, int32, padded with zeros. The array belongs to the caller."""
+        """The tables of a step, `[len(tables), blocks of the longest]`, int32, padded with zeros, which also stand for freed blocks. The array belongs to
+        the caller."""
         width = max(map(len, tables))
         self._make_room(len(tables), width)
         written = self._written
@@ -59,6 +61,8 @@ class BlockTables:
                 written[i] = []  # until it is complete: Ctrl-C may come
                 row = self._array[i]
                 row[: len(table)] = table
+                if table[:1] == [FREED_BLOCK]:  # they are freed from the front
+                    row[row == FREED_BLOCK] = 0
                 row[len(table) :] = 0
                 written[i] = list(table)  # the scheduler's own list grows
         return self._array[: len(tables), :width].copy()

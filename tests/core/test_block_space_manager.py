@@ -11,6 +11,7 @@ from minivllm import SamplingParams
 from minivllm.core.block_allocator import BlockAllocator
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.request import EngineCoreRequest, Request, Sequence
+from minivllm.scheduler_output import FREED_BLOCK
 
 _ids = itertools.count()
 
@@ -285,3 +286,141 @@ def test_a_freed_table_is_handed_out_again_in_its_order():
     manager.free(first)
     manager.allocate(second)
     assert manager.get_block_table(second) == table
+
+
+# -- sliding windows -------------------------------------------------------------------------------------------------------
+
+
+def make_windowed(window: int, num_gpu_blocks: int = 10, max_new_tokens: int | None = None, **options) -> BlockSpaceManager:
+    manager = BlockSpaceManager(block_size=4, num_gpu_blocks=num_gpu_blocks, **options)
+    manager.use_window(window, max_new_tokens)
+    return manager
+
+
+def compute(manager: BlockSpaceManager, seq: Sequence, num_tokens: int) -> None:
+    """The next tokens have been computed."""
+    seq.num_computed_tokens += num_tokens
+    manager.cache_full_blocks(seq)
+    manager.free_blocks_behind_window(seq)
+
+
+@pytest.mark.parametrize(
+    ("window", "num_freed"),
+    [(1, [0, 0, 0, 0, 1, 1, 1, 1, 2]), (4, [0, 0, 0, 0, 0, 0, 0, 1, 1]), (5, [0, 0, 0, 0, 0, 0, 0, 0, 1]), (0, [0] * 9)],
+)
+def test_a_block_is_freed_when_the_next_token_sees_none_of_it(window, num_freed):
+    """With a window of 4, the token at position 7 sees 4 to 7, and block 0 holds 0 to 3."""
+    manager = make_windowed(window)
+    seq = make_sequence(12)
+    manager.allocate(seq)
+    first, *others = list(manager.get_block_table(seq))
+    seen = []
+    for _ in range(9):
+        seen.append(manager.get_block_table(seq).count(FREED_BLOCK))
+        assert manager.get_num_free_gpu_blocks() == 7 + seen[-1]
+        compute(manager, seq, 1)
+    assert seen == num_freed
+    assert manager.get_block_table(seq)[2] == others[1]
+    assert manager.gpu_allocator.ref_counts[first] == (window == 0)
+    manager.free(seq)
+    assert manager.get_num_free_gpu_blocks() == 10
+    assert not manager.num_freed_blocks
+
+
+def test_a_step_in_flight_still_looks_at_its_blocks():
+    manager = make_windowed(1)
+    seq = make_sequence(8)
+    manager.allocate(seq)
+    seq.num_tokens_in_flight = 5
+    compute(manager, seq, 8)
+    assert FREED_BLOCK not in manager.get_block_table(seq)
+    seq.num_tokens_in_flight = 4
+    manager.free_blocks_behind_window(seq)
+    assert manager.get_block_table(seq)[0] == FREED_BLOCK
+
+
+def test_siblings_share_what_is_left_and_the_last_one_frees_it():
+    manager = make_windowed(2)
+    parent, child = make_sequence(11), make_sequence(11)
+    manager.allocate(parent)
+    compute(manager, parent, 6)
+    manager.fork(parent, child)
+    assert manager.get_block_table(child) == manager.get_block_table(parent)
+    assert manager.get_block_table(child)[0] == FREED_BLOCK
+    assert manager.get_num_free_gpu_blocks() == 8
+    compute(manager, parent, 4)
+    assert manager.get_num_free_gpu_blocks() == 8, "the child still has the second block"
+    child.num_computed_tokens = 6
+    compute(manager, child, 4)
+    assert manager.get_num_free_gpu_blocks() == 9
+    manager.free(parent)
+    manager.free(child)
+    assert manager.get_num_free_gpu_blocks() == 10
+
+
+def test_only_blocks_that_are_held_are_swapped():
+    manager = make_windowed(2, num_cpu_blocks=2)
+    seq = make_sequence(16)
+    manager.allocate(seq)
+    assert not manager.can_swap_out(seq)
+    compute(manager, seq, 10)
+    held = manager.get_block_table(seq)[2:]
+    assert manager.can_swap_out(seq)
+    out = manager.swap_out(seq)
+    assert [block for block, _ in out] == held
+    assert manager.swapped_tables[seq.seq_id] == [FREED_BLOCK, FREED_BLOCK, *(host for _, host in out)]
+    assert (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()) == (10, 0)
+    assert manager.can_swap_in(seq)
+    back = manager.swap_in(seq)
+    assert [host for host, _ in back] == [host for _, host in out]
+    assert manager.get_block_table(seq) == [FREED_BLOCK, FREED_BLOCK, *(block for _, block in back)]
+    manager.free(seq)
+    assert (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()) == (10, 2)
+
+
+def test_freed_blocks_stay_in_the_prefix_cache_and_a_later_prompt_takes_only_those_that_it_sees():
+    manager = make_windowed(4, enable_prefix_caching=True)
+    first, second = make_sequence(17), make_sequence(17)
+    manager.allocate(first)
+    table = list(manager.get_block_table(first))
+    compute(manager, first, 17)
+    assert manager.get_block_table(first) == [FREED_BLOCK] * 3 + table[3:]
+    cached = manager.find_cached_blocks(second)
+    assert cached == table[:4]
+    assert manager.can_allocate(second, cached)
+    manager.allocate(second, cached)
+    assert manager.get_block_table(second)[:4] == [FREED_BLOCK] * 3 + table[3:4], "its first new token, at 16, sees 13 to 16"
+    assert manager.get_num_free_gpu_blocks() == 10 - 3
+
+
+def test_a_prompt_in_chunks_gets_blocks_as_it_goes_on():
+    """Five blocks are enough for 40 tokens, 8 at a time: two for a chunk, and up to two that its first token sees."""
+    manager = make_windowed(5, num_gpu_blocks=5, max_new_tokens=8, watermark=0.0)
+    seq = make_sequence(40)
+    assert manager.can_allocate(seq)
+    manager.allocate(seq)
+    assert len(manager.get_block_table(seq)) == 2
+    for start in range(0, 40, 8):
+        assert seq.num_computed_tokens == start
+        assert manager.append_chunk_slots(seq, 8) == 8
+        compute(manager, seq, 8)
+    assert len(manager.get_block_table(seq)) == 10
+    other = make_sequence(20)
+    assert manager.can_allocate(other)
+    manager.allocate(other)
+    other.num_computed_tokens = 8
+    while manager.get_num_free_gpu_blocks() > 1:
+        manager.gpu_allocator.allocate()
+    assert manager.append_chunk_slots(other, 8) == 4, "one block is left"
+    other.num_computed_tokens = 12
+    assert manager.append_chunk_slots(other, 8) == 0
+
+
+def test_who_would_be_preempted_frees_only_what_it_holds():
+    manager = make_windowed(1, num_gpu_blocks=5, watermark=0.0)
+    victim = make_sequence(16)
+    manager.allocate(victim)
+    compute(manager, victim, 12)
+    assert manager.get_num_free_gpu_blocks() == 4
+    assert manager.can_allocate(make_sequence(20), without=[victim])
+    assert not manager.can_allocate(make_sequence(21), without=[victim])

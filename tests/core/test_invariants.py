@@ -14,6 +14,7 @@ from shadow import VOCAB_SIZE, check_blocks, expected_tokens, shadow_engine
 
 from minivllm import SamplingParams, Scheduler, StaticBatchScheduler
 from minivllm.errors import RequestError
+from minivllm.scheduler_output import FREED_BLOCK
 
 
 @dataclass
@@ -81,6 +82,7 @@ def engine_arguments(draw, *, scheduler_cls=None, policy=None):
         "preemption_mode": draw(st.sampled_from(["recompute", "swap"])),
         "num_speculative_tokens": draw(st.sampled_from([0, 0, 1, 3, 8])),
         "prompt_lookup_min": draw(st.sampled_from([1, 2])),
+        "window": draw(st.sampled_from([0, 0, 0, 1, 2, 5, 16])),
     }
 
 
@@ -126,6 +128,9 @@ def run(engine, workload: list[Job], after_step=lambda outputs: None) -> dict[st
             table = engine.block_manager.get_block_table(seq)
             has_spare_blocks = len(table) > engine.block_manager.num_blocks_for(seq.num_tokens)
             assert not has_spare_blocks or seq.num_tokens_in_flight, "blocks of wrong drafts are kept"
+            window, num_freed = engine.scheduler.config.window, table.count(FREED_BLOCK)
+            num_behind = max(0, seq.num_computed_tokens - window + 1) // engine.block_manager.block_size if window else 0
+            assert num_freed == num_behind or seq.num_tokens_in_flight, "a block behind the window is kept"
         after_step(outputs)
         step += 1
         assert step < 5000, f"the engine makes no progress: {vars(engine.scheduler)} {vars(engine.block_manager)}"
@@ -135,12 +140,13 @@ def run(engine, workload: list[Job], after_step=lambda outputs: None) -> dict[st
 def expected_of(engine, job: Job) -> list[list[int]]:
     """The tokens that a job must give in this engine, one list for each of its sequences."""
     max_num_tokens = len(job.prompt) + (job.params.max_tokens or 10**6)
-    max_num_tokens = min(max_num_tokens, engine.model_config.max_model_len, engine.cache_tokens + 1)
+    max_num_tokens = min(max_num_tokens, engine.input_processor.max_request_tokens)
     return [expected_tokens(job.prompt, job.params, job.params.seed, index, max_num_tokens) for index in range(job.params.n)]
 
 
 def describe(executor) -> None:
     """Let hypothesis' statistics show that the rare paths are reached."""
+    event(f"windows: {executor.config.window > 0}")
     for name in ("num_swapped", "num_copied", "num_preempted", "num_mixed", "num_accepted"):
         event(f"{name} > 0: {getattr(executor, name) > 0}")
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
     BLOCK_SIZES,
+    CPU_SHAPES,
     DTYPES,
     HEADS,
     Guarded,
@@ -74,6 +75,69 @@ def test_decode_attention(kernels, device, data):
 @given(data=st.data())
 def test_prefill_attention(kernels, device, data):
     check_prefill(kernels, data.draw(attention_cases(device, decode=False, cpu=kernels is cpu)))
+
+
+def attend_by_definition(query, keys, values, tables, context_lens, query_start_loc, scale, window):
+    """Token by token, each over the keys that it sees."""
+    output, (_, block_size, num_kv_heads, _) = torch.zeros_like(query), keys.shape
+    starts, group = query_start_loc.tolist(), query.shape[1] // num_kv_heads
+    for seq, context_len in enumerate(context_lens.tolist()):
+        for row in range(starts[seq], starts[seq + 1]):
+            position = context_len - (starts[seq + 1] - row)
+            seen = [i for i in range(context_len) if i <= position and (not window or i > position - window)]
+            slots = torch.tensor([int(tables[seq, i // block_size]) * block_size + i % block_size for i in seen])
+            k, v = (x.flatten(0, 1)[slots].repeat_interleave(group, dim=1) for x in (keys, values))
+            weights = (torch.einsum("hd,thd->ht", query[row], k) * scale).softmax(dim=-1)
+            output[row] = torch.einsum("ht,thd->hd", weights, v)
+    return output
+
+
+WINDOWS = [1, 2, 15, 16, 17, 40, 1000]
+
+
+@pytest.mark.parametrize("window", [0, *WINDOWS])
+def test_the_reference_sees_what_the_definition_says(window):
+    """A token at position p sees p - window + 1 to p; what blocks before all windows hold, here NaN, is not read."""
+    case = make_attention_case([1, 40, 70, 33], [1, 40, 5, 1], (16, 2, 2), window=window)
+    query, _, _, tables, lengths, starts = case.ragged_reference_args[:6]
+    # Slots behind a context must be finite for the reference, but what comes before a window need not be.
+    caches = [torch.where(x.tensor.isnan().flatten(1).all(1)[:, None, None, None], torch.nan, clean)
+              for x, clean in ((case.key_cache, case.clean_keys), (case.value_cache, case.clean_values))]  # fmt: skip
+    assert torch.isnan(caches[0][tables[2, 0]]).all() == (0 < window < 50), "the first block of 70 tokens, 5 of which are new"
+    expected = attend_by_definition(query, *caches, tables, lengths, starts, case.scale, window)
+    args = query, *caches, tables, lengths
+    assert (reference.paged_prefill_attention(*args, starts, case.scale, window) - expected).abs().max() < 1e-12
+    last = starts[1:] - 1
+    tables = tables.clone()
+    for table, length in zip(tables, lengths.tolist(), strict=True):
+        table[-(-length // 16) :] = table[(length - 1) // 16]  # a block of its own
+    decode = reference.paged_decode_attention(query[last], *caches, tables, lengths, case.scale, window)
+    assert (decode - expected[last]).abs().max() < 1e-12
+
+
+@both
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows(kernels, device, window):
+    """Prompts, chunks and decodes, whose first tiles are partly or wholly behind the windows of some rows."""
+    check_prefill(kernels, make_attention_case([1, 40, 130, 70], [1, 40, 70, 1], padding=2, window=window, device=device))
+    check_decode(kernels, make_attention_case([1, 40, 130, 0, 64], [1] * 5, window=window, device=device))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "dtype", "strided"), CPU_SHAPES)
+@pytest.mark.parametrize("window", [1, 40, 300])
+def test_windows_of_long_contexts(heads, dtype, strided, window):
+    """Splits and pieces share the window, not the context."""
+    settings = {"heads": heads, "dtype": dtype, "strided": strided, "window": window}
+    check_decode(cpu, make_attention_case([900, 300], [1, 1], **settings))
+    check_prefill(cpu, make_attention_case([900, 300], [300, 200], **settings))
+    check_decode(triton, make_attention_case([900, 300], [1, 1], **settings, device=TRITON_DEVICE), num_splits=4)
+
+
+def test_a_window_as_wide_as_the_context_changes_nothing():
+    """To the last bit, in the kernels whose loops then are the same."""
+    case = make_attention_case([100, 7, 40], [60, 7, 1])
+    assert torch.equal(cpu.paged_prefill_attention(*case.ragged_args, 1000), cpu.paged_prefill_attention(*case.ragged_args))
 
 
 @pytest.mark.parametrize(("heads", "block_size", "rows"), [((128, 1, 4), 16, 256), ((96, 1, 3), 16, 128), ((128, 1, 2), 32, 128)])
@@ -372,6 +436,14 @@ def test_attention_refuses(kernels, name):
         kernels.paged_prefill_attention(*args)
     with pytest.raises(KernelError, match=message):
         kernels.paged_decode_attention(*args[:5], args[6])
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu, triton], ids=["reference", "cpu", "triton"])
+def test_attention_refuses_a_negative_window(kernels):
+    case = make_attention_case([5, 20], [1, 1], device=TRITON_DEVICE if kernels is triton else "cpu")
+    for attend, args in ((kernels.paged_decode_attention, case.args), (kernels.paged_prefill_attention, case.ragged_args)):
+        with pytest.raises(KernelError, match="window is -1, but must be a number of tokens, or 0 for no window"):
+            attend(*args, -1)
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu, triton], ids=["reference", "cpu", "triton"])

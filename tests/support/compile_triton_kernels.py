@@ -86,12 +86,13 @@ for module in (cache, decode_attention, penalties, prefill_attention, rope_and_c
     module.check_launch = lambda *args: None  # the tensors lie on the CPU; nothing will touch them
 
 
-def compile_attention(heads, dtype, block_size, num_seqs=3):
-    case = make_attention_case([40, 1, 100][:num_seqs], [1, 1, 30][:num_seqs], heads, block_size, dtype)
+def compile_attention(heads, dtype, block_size, num_seqs=3, window=0):
+    settings = {"heads": heads, "block_size": block_size, "dtype": dtype, "window": window}
+    case = make_attention_case([40, 1, 100][:num_seqs], [1, 1, 30][:num_seqs], **settings)
     kernels.paged_prefill_attention(*case.ragged_args)
-    case = make_attention_case([600], [600], heads, block_size, dtype)  # long enough for large tiles
+    case = make_attention_case([600], [600], **settings)  # long enough for large tiles
     kernels.paged_prefill_attention(*case.ragged_args)
-    case = make_attention_case([40, 1, 100][:num_seqs], [1, 1, 1][:num_seqs], heads, block_size, dtype)
+    case = make_attention_case([40, 1, 100][:num_seqs], [1, 1, 1][:num_seqs], **settings)
     for num_splits in (1, 3):
         kernels.paged_decode_attention(*case.args, num_splits=num_splits)
 
@@ -145,6 +146,9 @@ tables = torch.zeros(8, 64, dtype=torch.int32)
 kernels.unpack_inputs(torch.zeros(4096, dtype=torch.uint8), *of_tokens, of_seqs[:8], tables, of_seqs)
 CASE = (*FEW[0], "one sequence")
 compile_attention(*FEW[0], num_seqs=1)
+for case in FEW[:3]:
+    CASE = (*case, "a window")
+    compile_attention(*case, window=50)
 for dtype, vocab_size in itertools.product((torch.bfloat16, torch.float16, torch.float32), (151936, 50257)):
     CASE = dtype, vocab_size
     compile_sampling(dtype, vocab_size)

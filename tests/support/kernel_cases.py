@@ -128,27 +128,32 @@ class AttentionCase:
     context_lens: Tensor
     query_start_loc: Tensor
     scale: float
+    window: int = 0
+
+    @property
+    def _settings(self) -> tuple:
+        return (self.scale, self.window) if self.window else (self.scale,)
 
     @property
     def args(self) -> tuple:
         """For a decode."""
-        return self.query, self.key_cache.tensor, self.value_cache.tensor, self.block_tables, self.context_lens, self.scale
+        return self.query, self.key_cache.tensor, self.value_cache.tensor, self.block_tables, self.context_lens, *self._settings
 
     @property
     def ragged_args(self) -> tuple:
         """For a prefill."""
-        return *self.args[:5], self.query_start_loc, self.scale
+        return *self.args[:5], self.query_start_loc, *self._settings
 
     @property
     def reference_args(self) -> tuple:
         """For a decode by the reference."""
         tables = self.block_tables.cpu().clamp(0, len(self.clean_keys) - 1)
-        return self.query.cpu().double(), self.clean_keys, self.clean_values, tables, self.context_lens.cpu(), self.scale
+        return self.query.cpu().double(), self.clean_keys, self.clean_values, tables, self.context_lens.cpu(), *self._settings
 
     @property
     def ragged_reference_args(self) -> tuple:
         """For a prefill by the reference."""
-        return *self.reference_args[:5], self.query_start_loc.cpu(), self.scale
+        return *self.reference_args[:5], self.query_start_loc.cpu(), *self._settings
 
 
 def make_attention_case(
@@ -164,6 +169,7 @@ def make_attention_case(
     index_dtype: torch.dtype = torch.int32,
     scale: float = 1.0,
     seed: int = 0,
+    window: int = 0,
 ) -> AttentionCase:
     """A batch of sequences with these contexts, of which the last `query_lens` tokens are new.
 
@@ -177,6 +183,8 @@ def make_attention_case(
         index_dtype: Of tables, lengths and starts.
         scale: Times the usual `head_dim ** -0.5`.
         seed: Of the random numbers.
+        window: What a token sees; 0 for all before it. Blocks wholly before the windows have been freed: tables name a block of NaN in
+            their places.
     """
     head_dim, num_kv_heads, group = heads
     generator = torch.Generator().manual_seed(seed)
@@ -193,14 +201,17 @@ def make_attention_case(
             common = min(count, num_blocks[0]) // 2
             own[:common] = tables[0, :common].tolist()
         tables[i, :count] = torch.tensor(own, dtype=torch.int32)
+    first_seen = [max(0, c - q - window + 1) if window else 0 for c, q in zip(context_lens, query_lens, strict=True)]
+    for table, first in zip(tables, first_seen, strict=True):
+        table[: first // block_size] = order[0]
 
     def make_cache(gap: int) -> tuple[Guarded, Tensor]:
         shape = (total, block_size, num_kv_heads, head_dim)
         cache = Guarded(shape, dtype, device, gap if strided else 0)
         clean = torch.randn(shape, generator=generator).to(dtype)
         used = torch.zeros(total, block_size, dtype=torch.bool)
-        for table, length in zip(tables, context_lens, strict=True):
-            for position in range(length):
+        for table, first, length in zip(tables, first_seen, context_lens, strict=True):
+            for position in range(first // block_size * block_size, length):
                 used[table[position // block_size], position % block_size] = True
         cache.tensor[used.to(device)] = clean[used].to(device)
         return cache, clean.double()
@@ -223,6 +234,7 @@ def make_attention_case(
         torch.tensor(context_lens, dtype=index_dtype, device=device),
         torch.tensor(starts, dtype=index_dtype, device=device),
         scale * head_dim**-0.5,
+        window,
     )
 
 
@@ -235,7 +247,7 @@ def lengths(draw: st.DrawFn, block_size: int, at_least: int = 0) -> int:
 
 
 @st.composite
-def attention_cases(draw: st.DrawFn, device: str, decode: bool, cpu: bool = False) -> AttentionCase:
+def attention_cases(draw: st.DrawFn, device: str, decode: bool, cpu: bool = False, windows: bool = True) -> AttentionCase:
     """Batches of 0 to 4 sequences; with `decode`, each has one new token, or no context if it is padding."""
     every_shape = st.tuples(st.sampled_from(HEADS), st.sampled_from(DTYPES), st.booleans())
     heads, dtype, strided = draw(st.sampled_from(CPU_SHAPES) if cpu else every_shape)
@@ -259,4 +271,5 @@ def attention_cases(draw: st.DrawFn, device: str, decode: bool, cpu: bool = Fals
         index_dtype=torch.int32 if cpu else draw(st.sampled_from([torch.int32, torch.int64])),
         scale=draw(st.sampled_from([1.0, 0.3])),
         seed=draw(st.integers(0, 2**31)),
+        window=draw(st.sampled_from([0, 0, 1, 2, block_size - 1, block_size, block_size + 1, 70, 1000])) if windows else 0,
     )

@@ -19,7 +19,15 @@ from minivllm.engine.tokenizer import Tokenizer
 from minivllm.executor.base import Executor, PendingStep
 from minivllm.outputs import Logprob
 from minivllm.sampling_params import SamplingParams
-from minivllm.scheduler_output import PLACEHOLDER, ExecuteModelRequest, Masks, SchedulerOutput, SequenceData, SequenceOutput
+from minivllm.scheduler_output import (
+    FREED_BLOCK,
+    PLACEHOLDER,
+    ExecuteModelRequest,
+    Masks,
+    SchedulerOutput,
+    SequenceData,
+    SequenceOutput,
+)
 from minivllm.worker.sampler import random_key
 
 VOCAB_SIZE = 50
@@ -187,7 +195,7 @@ class ShadowExecutor(Executor):
         manager = self.scheduler.block_manager
         for seq in self.scheduler.running:
             for i, block in enumerate(manager.get_block_table(seq)):
-                if manager.gpu_allocator._hash_of[block] is not None:
+                if block != FREED_BLOCK and manager.gpu_allocator._hash_of[block] is not None:
                     num_computed = seq.num_computed_tokens - seq.num_tokens_in_flight
                     assert (i + 1) * self.block_size <= num_computed, "the prefix cache offers what is not computed"
 
@@ -208,9 +216,13 @@ class ShadowExecutor(Executor):
             assert len(seq.output_token_ids) == seq.num_output_tokens, "the sampler does not know all output tokens"
         context, chosen, logprobs = "", [], []
         history = str(seq.output_token_ids) if seq.output_token_ids else ""
+        first_seen = max(0, start - self.config.window + 1) if self.config.window else 0
         for position in range(end):
-            block, offset = table[position // self.block_size], position % self.block_size
             context = chain(context, token_ids[position])
+            if position < first_seen:
+                continue  # no token of this step looks at it
+            block, offset = table[position // self.block_size], position % self.block_size
+            assert block != FREED_BLOCK, f"{live}: position {position} is seen, but its block has been freed"
             if position >= start:
                 assert self.scheduler.block_manager.gpu_allocator.ref_counts[block] == 1, "write into a shared block"
                 self.gpu[block][offset] = context
@@ -243,8 +255,10 @@ def check_blocks(scheduler: Scheduler) -> None:
     ):
         counts = [0] * allocator.num_blocks
         for table in tables.values():
-            assert len(set(table)) == len(table), "a table names a block twice"
-            for block in table:
+            held = [block for block in table if block != FREED_BLOCK]
+            assert len(set(held)) == len(held), "a table names a block twice"
+            assert held == table[len(table) - len(held) :], "a block is freed before an earlier one"
+            for block in held:
                 counts[block] += 1
         assert counts == allocator.ref_counts
         assert allocator.num_free == counts.count(0)

@@ -53,6 +53,7 @@ def paged_decode_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Attention of one new token per sequence: see `reference.paged_decode_attention`."""
     check_launch(key_cache)
@@ -60,7 +61,7 @@ def paged_decode_attention(
     out = query.new_empty(query.shape, dtype=torch.float32)
     _decode(
         as_numpy(query.float().contiguous()), as_numpy(key_cache), as_numpy(value_cache), block_tables.numpy(), context_lens.numpy(),
-        np.float32(scale), num_threads, out.numpy(),
+        np.float32(scale), window, num_threads, out.numpy(),
         constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
     )  # fmt: skip
     return out.to(query.dtype)
@@ -97,9 +98,10 @@ def _next_block(table, next_table, position, start, context_len, tile, block_siz
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _attend(
-    query, key_cache, value_cache, table, next_table, first, last, context_len, scale, output, maxima, sums, channels, group
+    query, key_cache, value_cache, table, next_table, first, last, first_seen, context_len, scale, output, maxima, sums, channels, group
 ):  # fmt: skip
-    """Attend to the cached tokens from `first` to `last`: unnormalized output, largest score and sum of each head."""
+    """Attend to the cached tokens from `first` to `last`: unnormalized output, largest score and sum of each head. Those before `first_seen` count
+    for nothing."""
     num_heads, head_dim = query.shape[0], len(channels)
     block_size, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
     tile = tile_size(block_size)
@@ -125,6 +127,8 @@ def _attend(
         # Online softmax: scores become weights, relative to the largest score so far.
         for head in range(num_heads):
             row = weights[head, : end - start]
+            for t in range(first_seen - start):
+                row[t] = MINUS_INFINITY
             maximum = largest(row, maxima[head])
             total = ZERO
             for t in range(end - start):
@@ -155,19 +159,24 @@ def _attend(
 
 @njit(error_model="numpy")
 def _attend_part(
-    part, query, key_cache, value_cache, block_tables, context_lens, first_tile, first_piece, scale, num_parts, outputs, maxima, sums,
-    channels, group,
+    part, query, key_cache, value_cache, block_tables, context_lens, first_block, first_tile, first_piece, scale, window, num_parts, outputs,
+    maxima, sums, channels, group,
 ):  # fmt: skip
-    tile = tile_size(key_cache.shape[1])
+    block_size = key_cache.shape[1]
+    tile = tile_size(block_size)
     for seq in range(len(query)):
         first, last = common_pieces(first_tile, part, num_parts, seq)
         size = tile * piece_size(first_tile[seq + 1] - first_tile[seq])
+        next_seq = min(seq + 1, len(query) - 1)
+        # Tables and positions without the blocks before the window.
+        table, next_table = block_tables[seq, first_block[seq] :], block_tables[next_seq, first_block[next_seq] :]
+        context_len = context_lens[seq] - first_block[seq] * block_size
+        first_seen = max(0, context_len - window) if window > 0 else 0
         for piece in range(first, last):
             place = first_piece[seq] + piece
             _attend(
-                query[seq], key_cache, value_cache, block_tables[seq], block_tables[min(seq + 1, len(query) - 1)], piece * size,
-                min((piece + 1) * size, context_lens[seq]), context_lens[seq], scale, outputs[place], maxima[place], sums[place],
-                channels, group,
+                query[seq], key_cache, value_cache, table, next_table, piece * size, min((piece + 1) * size, context_len), first_seen,
+                context_len, scale, outputs[place], maxima[place], sums[place], channels, group,
             )  # fmt: skip
 
 
@@ -191,12 +200,16 @@ def _combine_pieces(seq, first_piece, outputs, maxima, sums, out):
 
 
 @njit(error_model="numpy", cache=True)
-def _decode(query, key_cache, value_cache, block_tables, context_lens, scale, num_threads, out, channels, group):
+def _decode(query, key_cache, value_cache, block_tables, context_lens, scale, window, num_threads, out, channels, group):
     num_seqs, num_heads, head_dim = query.shape
-    tile = tile_size(key_cache.shape[1])
+    block_size = key_cache.shape[1]
+    tile = tile_size(block_size)
     first_tile, first_piece = np.zeros(num_seqs + 1, np.int64), np.zeros(num_seqs + 1, np.int64)
+    first_block = np.zeros(num_seqs, np.int64)  # that the window touches
     for seq in range(num_seqs):
-        num_tiles = (context_lens[seq] + tile - 1) // tile
+        if window > 0:
+            first_block[seq] = max(0, context_lens[seq] - window) // block_size
+        num_tiles = (context_lens[seq] - first_block[seq] * block_size + tile - 1) // tile
         size = piece_size(num_tiles)
         first_tile[seq + 1] = first_tile[seq] + num_tiles
         first_piece[seq + 1] = first_piece[seq] + (num_tiles + size - 1) // size
@@ -207,8 +220,8 @@ def _decode(query, key_cache, value_cache, block_tables, context_lens, scale, nu
     parallel_for(
         num_threads, num_parts, _attend_part,
         (
-            query, key_cache, value_cache, block_tables, context_lens, first_tile, first_piece, scale, num_parts, outputs, maxima, sums,
-            channels, group,
+            query, key_cache, value_cache, block_tables, context_lens, first_block, first_tile, first_piece, scale, window, num_parts, outputs,
+            maxima, sums, channels, group,
         ),
     )  # fmt: skip
     parallel_for(num_threads, num_seqs, _combine_pieces, (first_piece, outputs, maxima, sums, out))

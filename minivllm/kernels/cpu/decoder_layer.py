@@ -72,6 +72,7 @@ def attention_block(
     metadata: Any,
     group: int,
     scale: float,
+    window: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Norm, attention and output projection for the new tokens of all sequences.
@@ -84,7 +85,7 @@ def attention_block(
         kv_cache: The layer's.
         metadata: The `layers.attention.AttentionMetadata` of the batch; not checked.
         group: Query heads that share a KV head.
-        scale, eps: Of attention and of the norm.
+        scale, window, eps: Of attention, and of the norm.
 
     Returns:
         What attention adds to the residual stream, and the stream, `x` added.
@@ -93,7 +94,7 @@ def attention_block(
     out, total = x.new_empty(padded_rows(num_tokens), x.shape[1]), x.new_empty(x.shape)
     _attention_block(
         x.contiguous().numpy(), _stream(x, residual), *_as_arrays(positions, kv_cache, metadata), *weights, np.float32(scale),
-        np.float32(eps), out.numpy(), total.numpy(), *_num_threads(num_tokens), *_sizes(kv_cache, group),
+        window, np.float32(eps), out.numpy(), total.numpy(), *_num_threads(num_tokens), *_sizes(kv_cache, group),
     )  # fmt: skip
     return out[:num_tokens], total
 
@@ -121,6 +122,7 @@ def decoder_layers(
     metadata: Any,
     group: int,
     scale: float,
+    window: int,
     attention_eps: float,
     mlp_eps: float,
     last_eps: float,
@@ -135,7 +137,7 @@ def decoder_layers(
             stream.
         kv_cache, caches: The first layer's, and where each layer's are, `[num_layers, 2]`, int64. All are contiguous, and of one shape and
             dtype.
-        positions, metadata, group, scale, attention_eps, mlp_eps: As for the halves.
+        positions, metadata, group, scale, window, attention_eps, mlp_eps: As for the halves.
         last_eps: Of the norm after the layers.
 
     Returns:
@@ -146,7 +148,7 @@ def decoder_layers(
     norm = np.empty(0, np.float32) if last_norm is None else last_norm
     _decoder_layers(
         x.contiguous().numpy(), _stream(x, residual), *_as_arrays(positions, kv_cache, metadata), addresses, caches, norm, *attention, *mlp,
-        np.float32(scale), np.float32(attention_eps), np.float32(mlp_eps), np.float32(last_eps), out.numpy(), total.numpy(), padded_rows(len(x)),
+        np.float32(scale), window, np.float32(attention_eps), np.float32(mlp_eps), np.float32(last_eps), out.numpy(), total.numpy(), padded_rows(len(x)),
         *_num_threads(len(x)), *_sizes(kv_cache, group),
     )  # fmt: skip
     return out, total if last_norm is None else None
@@ -193,7 +195,7 @@ def _compile_multiply(x, weight, out, num_threads):
 @njit(error_model="numpy", cache=True, nogil=True)  # other threads of Python run meanwhile
 def _attention_block(
     x, residual, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, starts, is_decode, norm, qkv_weight,
-    output_weight, cos, sin, scale, eps, out, total, num_threads, row_threads, channels, half_head, group,
+    output_weight, cos, sin, scale, window, eps, out, total, num_threads, row_threads, channels, half_head, group,
 ):  # fmt: skip
     num_tokens, hidden_size = x.shape
     num_kv_heads, head_dim = key_cache.shape[2], len(channels)
@@ -220,9 +222,22 @@ def _attention_block(
     keep(qkv)
     attended = np.empty((num_tokens, num_heads, head_dim), np.float32)
     if is_decode:
-        _decode(query, key_cache, value_cache, block_tables, context_lens, scale, num_threads, attended, channels, group)
+        _decode(query, key_cache, value_cache, block_tables, context_lens, scale, window, num_threads, attended, channels, group)
     else:
-        _prefill(query, key_cache, value_cache, block_tables, context_lens, starts, scale, num_threads, attended, channels, group)
+        _prefill(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            context_lens,
+            starts,
+            scale,
+            window,
+            num_threads,
+            attended,
+            channels,
+            group,
+        )
     multiply(attended.reshape((num_tokens, q_size)), output_weight, out, num_threads)
 
 
@@ -270,7 +285,7 @@ def _compile_like(arrays, addresses, first):
 @njit(error_model="numpy", cache=True, nogil=True)
 def _decoder_layers(
     x, residual, positions, key_cache, value_cache, slot_mapping, block_tables, context_lens, starts, is_decode, addresses, caches, last_norm,
-    attention_norm, qkv, output, cos, sin, mlp_norm, gate_up, down, scale, attention_eps, mlp_eps, last_eps, result, stream, num_rows, num_threads, row_threads,
+    attention_norm, qkv, output, cos, sin, mlp_norm, gate_up, down, scale, window, attention_eps, mlp_eps, last_eps, result, stream, num_rows, num_threads, row_threads,
     channels, half_head, group,
 ):  # fmt: skip
     num_tokens, hidden_size = x.shape
@@ -282,7 +297,7 @@ def _decoder_layers(
         _attention_block(
             x, residual, positions, like(key_cache, cache, 0), like(value_cache, cache, 1), slot_mapping, block_tables, context_lens,
             starts, is_decode, like(attention_norm, at, 0), like(qkv, at, 1), like(output, at, 1 + len(qkv)), like(cos, at, first),
-            like(sin, at, first + 1), scale, attention_eps, attended, attended_total, num_threads, row_threads, channels, half_head, group,
+            like(sin, at, first + 1), scale, window, attention_eps, attended, attended_total, num_threads, row_threads, channels, half_head, group,
         )  # fmt: skip
         _mlp_block(
             attended[:num_tokens], attended_total, like(mlp_norm, at, first + 2), like(gate_up, at, first + 3),

@@ -43,6 +43,7 @@ def paged_prefill_attention(
     context_lens: Tensor,
     query_start_loc: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Causal attention of a ragged batch: see `reference.paged_prefill_attention`."""
     check_launch(key_cache)
@@ -50,16 +51,16 @@ def paged_prefill_attention(
     result = query.new_empty(query.shape, dtype=torch.float32)
     _prefill(
         queries, keys, values, block_tables.numpy(), context_lens.numpy(), query_start_loc.numpy(), np.float32(scale),
-        use_threads_of_torch(), result.numpy(), constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
+        window, use_threads_of_torch(), result.numpy(), constant(query.shape[2]), constant(query.shape[1] // key_cache.shape[2]),
     )  # fmt: skip
     return result.to(query.dtype)
 
 
 @njit(error_model="numpy")
-def _order_tiles(starts, context_lens):
+def _order_tiles(starts, context_lens, window):
     """The query tiles of a prefill, those with the most work first: threads take one after the other, and the last are short.
 
-    A tile's work is the context that it sees. Sequences of one token have none: they are decodes.
+    A tile's work is the context that it sees, at most the window. Sequences of one token have none: they are decodes.
 
     Returns:
         `[tiles, 2]`: the sequence of each tile, and its first row in it.
@@ -72,6 +73,8 @@ def _order_tiles(starts, context_lens):
             for first in range(0, num_tokens, QUERY_TILE):
                 tiles[count] = seq, first
                 work[count] = context_lens[seq] - num_tokens + first
+                if window > 0:
+                    work[count] = min(work[count], window)
                 count += 1
     return tiles[:count][np.argsort(-work[:count])]
 
@@ -82,47 +85,54 @@ def attend(*arguments):
 
 
 @overload(attend)
-def _compile_attend(query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group):
+def _compile_attend(query, key_cache, value_cache, table, kv_head, position, scale, window, out, channels, group):
     kernel = attend_bfloat16 if (HAS_BFLOAT16_AMX or HAS_BFLOAT16_DOT) and key_cache.dtype == types.int16 else attend_float32
-    return lambda query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group: kernel(
-        query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group
+    return lambda query, key_cache, value_cache, table, kv_head, position, scale, window, out, channels, group: kernel(
+        query, key_cache, value_cache, table, kv_head, position, scale, window, out, channels, group
     )
 
 
 @njit(error_model="numpy")
-def _prefill_part(part, tiles, query, key_cache, value_cache, block_tables, context_lens, starts, scale, out, channels, group):
+def _prefill_part(
+    part, tiles, query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, out, channels, group
+):
     """A KV head of a tile of queries."""
     num_kv_heads = key_cache.shape[2]
     seq, first = tiles[part // num_kv_heads]
     start, end = starts[seq] + first, min(starts[seq] + first + QUERY_TILE, starts[seq + 1])
     position = context_lens[seq] - (starts[seq + 1] - start)
     attend(
-        query[start:end], key_cache, value_cache, block_tables[seq], part % num_kv_heads, position, scale, out[start:end],
-        channels, group,
+        query[start:end], key_cache, value_cache, block_tables[seq], part % num_kv_heads, position, scale, window,
+        out[start:end], channels, group,
     )  # fmt: skip
 
 
 @njit(error_model="numpy")
-def _decode_some(query, key_cache, value_cache, block_tables, context_lens, starts, scale, num_threads, out, channels, group):
+def _decode_some(
+    query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, num_threads, out, channels, group
+):
     """The sequences with a single new token."""
     seqs = np.flatnonzero(starts[1:] - starts[:-1] == 1)
     if len(seqs) > 0:
         rows = starts[seqs]
         attended = np.empty((len(rows), query.shape[1], query.shape[2]), np.float32)
         _decode(
-            query[rows], key_cache, value_cache, block_tables[seqs], context_lens[seqs], scale, num_threads, attended, channels, group
+            query[rows], key_cache, value_cache, block_tables[seqs], context_lens[seqs], scale, window, num_threads, attended, channels,
+            group,
         )  # fmt: skip
         for i in range(len(rows)):
             out[rows[i]] = attended[i]
 
 
 @njit(error_model="numpy", cache=True)
-def _prefill(query, key_cache, value_cache, block_tables, context_lens, starts, scale, num_threads, out, channels, group):
+def _prefill(query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, num_threads, out, channels, group):
     """All sequences; the rows after them become 0."""
     out[starts[-1] :] = 0
-    _decode_some(query, key_cache, value_cache, block_tables, context_lens, starts, scale, num_threads, out, channels, group)
-    tiles = _order_tiles(starts, context_lens)
+    _decode_some(
+        query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, num_threads, out, channels, group
+    )
+    tiles = _order_tiles(starts, context_lens, window)
     parallel_for(
         num_threads, len(tiles) * key_cache.shape[2], _prefill_part,
-        (tiles, query, key_cache, value_cache, block_tables, context_lens, starts, scale, out, channels, group),
+        (tiles, query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, out, channels, group),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from minivllm.kernels.cpu.native.features import HAS_BFLOAT16_AMX
 from minivllm.kernels.cpu.native.panels import ATTENTION_ROWS, PANEL, ROW_PADDING, multiply_rows
 from minivllm.kernels.cpu.native.softmax import finish, weigh
 from minivllm.kernels.cpu.native.transpose import transpose
+from minivllm.kernels.cpu.window import hide_scores, window_bounds
 
 TOKENS = 64
 """Cached tokens that are attended to at a time: for AMX two tiles of 16 words with two tokens each, so that sums are loaded half as often."""
@@ -104,8 +105,8 @@ else:
 
 
 @njit(error_model="numpy")
-def attend_bfloat16(query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group):
-    """One KV head for a tile of query tokens, the first of them at `position` of its sequence."""
+def attend_bfloat16(query, key_cache, value_cache, table, kv_head, position, scale, window, out, channels, group):
+    """One KV head for a tile of query tokens, the first of them at `position` of its sequence; with a `window`, 0 for none."""
     num_tokens, head_dim, group_size = len(query), len(channels), len(group)
     num_columns, end = num_tokens * group_size, position + num_tokens
     num_panels = -(-num_columns // PANEL)
@@ -130,11 +131,14 @@ def attend_bfloat16(query, key_cache, value_cache, table, kv_head, position, sca
     output = np.zeros((-(-head_dim // TILE_ROWS) * TILE_ROWS, num_panels * PANEL), np.float32)
     if HAS_BFLOAT16_AMX:
         configure_tiles(TILE_ROWS)
-    for start in range(0, end, TOKENS):
+    begin, hidden_end = window_bounds(position, num_tokens, window)
+    for start in range(begin, end, TOKENS):
         _load_keys(key_cache, table, kv_head, start, end, key_rows, keys, channels)
         _load_values(value_cache, table, kv_head, start, end, values, channels)
         first_panel = max(0, start - position) * group_size // PANEL  # columns before see nothing of this tile
         _multiply(keys, queries, first_panel, nothing, scores)
+        if start < hidden_end:
+            hide_scores(scores, start, position, window, first_panel * PANEL, num_columns, group_size)
         last_seen = positions - np.int32(start)
         for panel in range(first_panel, num_panels):
             weigh(scores, panel, last_seen, maxima, sums, output, weights)

@@ -9,6 +9,7 @@ from minivllm.kernels.cpu.launch import LOG2_E, MINUS_INFINITY, TILE, ZERO, load
 from minivllm.kernels.cpu.native.panels import ATTENTION_ROWS, PANEL, ROW_PADDING, multiply_rows
 from minivllm.kernels.cpu.native.softmax import finish, weigh
 from minivllm.kernels.cpu.native.transpose import transpose
+from minivllm.kernels.cpu.window import hide_scores, window_bounds
 
 
 @njit(error_model="numpy")
@@ -46,8 +47,8 @@ def _load_values(value_cache, table, kv_head, start, end, values, channels):
 
 
 @njit(error_model="numpy")
-def attend_float32(query, key_cache, value_cache, table, kv_head, position, scale, out, channels, group):
-    """One KV head for a tile of query tokens, the first of them at `position` of its sequence."""
+def attend_float32(query, key_cache, value_cache, table, kv_head, position, scale, window, out, channels, group):
+    """One KV head for a tile of query tokens, the first of them at `position` of its sequence; with a `window`, 0 for none."""
     num_tokens, head_dim, group_size = len(query), len(channels), len(group)
     num_columns, end = num_tokens * group_size, position + num_tokens
     num_panels = -(-num_columns // PANEL)
@@ -69,11 +70,14 @@ def attend_float32(query, key_cache, value_cache, table, kv_head, position, scal
     scores = np.empty((TILE, num_panels * PANEL), np.float32)
     weights = np.empty((num_panels, TILE, PANEL), np.float32)
     output = np.zeros((len(values) * ATTENTION_ROWS, num_panels * PANEL), np.float32)
-    for start in range(0, end, TILE):
+    begin, hidden_end = window_bounds(position, num_tokens, window)
+    for start in range(begin, end, TILE):
         _load_keys(key_cache, table, kv_head, start, end, rows, keys, channels)
         _load_values(value_cache, table, kv_head, start, end, values, channels)
         first_panel = max(0, start - position) * group_size // PANEL  # columns before see nothing of this tile
         multiply_rows(keys, queries, first_panel, nothing, scores)
+        if start < hidden_end:
+            hide_scores(scores, start, position, window, first_panel * PANEL, num_columns, group_size)
         last_seen = positions - np.int32(start)
         for panel in range(first_panel, num_panels):
             weigh(scores, panel, last_seen, maxima, sums, output, weights)

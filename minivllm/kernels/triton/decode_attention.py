@@ -12,6 +12,7 @@ PagedAttention (Kwon et al., 2023, arXiv:2309.06180).
 from __future__ import annotations
 
 import math
+import sys
 from functools import cache
 
 import torch
@@ -38,12 +39,13 @@ def paged_decode_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     scale: float,
+    window: int = 0,
     num_splits: int | None = None,
 ) -> Tensor:
     """Attention of one new token per sequence: see `reference.paged_decode_attention`.
 
     Args:
-        query, key_cache, value_cache, block_tables, context_lens, scale: As there.
+        query, key_cache, value_cache, block_tables, context_lens, scale, window: As there.
         num_splits: Programs among which each context is split; chosen from the sizes if None.
     """
     num_seqs, num_heads, head_dim = query.shape
@@ -54,7 +56,7 @@ def paged_decode_attention(
     if num_seqs == 0:
         return out
     if num_splits is None:
-        max_context = block_tables.shape[1] * block_size
+        max_context = min(block_tables.shape[1] * block_size, window or sys.maxsize)
         num_splits = choose_num_splits(num_seqs * num_kv_heads, max_context, _num_processors(query.device))
     if not 1 <= num_splits <= MAX_SPLITS:
         raise KernelError(f"num_splits is {num_splits}, but must be 1 to {MAX_SPLITS}.")
@@ -68,7 +70,7 @@ def paged_decode_attention(
             *out.stride()[:2], *parts.stride()[:3], *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
             block_tables.stride(0),
             GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, CHANNELS=channels, BLOCK_SIZE=block_size, TILE=tile, SPLITS=num_splits,
-            EXACT=needs_float32(query.dtype), num_warps=num_warps, num_stages=num_stages,
+            WINDOW=window, EXACT=needs_float32(query.dtype), num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
         if num_splits > 1:
             _combine[(num_seqs, num_heads)](
@@ -112,15 +114,17 @@ def _decode(
     key_block_stride, key_slot_stride, key_head_stride, value_block_stride, value_slot_stride, value_head_stride,
     table_stride,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One sequence, one KV head, one split of the context. `scale` includes the factor from e**x to 2**x."""
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     context_len = tl.load(context_lens_ptr + seq).to(tl.int32)
-    split_len = tl.cdiv(tl.cdiv(context_len, TILE), SPLITS) * TILE
-    first = split * split_len
+    # With a window, the loops of all splits together begin at its first token: there is nothing to mask.
+    first_token = tl.maximum(context_len - WINDOW, 0) if WINDOW > 0 else 0
+    split_len = tl.cdiv(tl.cdiv(context_len - first_token, TILE), SPLITS) * TILE
+    first = first_token + split * split_len
     last = tl.minimum(first + split_len, context_len)
 
     rows = tl.arange(0, ROWS)

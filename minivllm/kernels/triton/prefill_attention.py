@@ -33,6 +33,7 @@ def paged_prefill_attention(
     context_lens: Tensor,
     query_start_loc: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Causal attention of a ragged batch: see `reference.paged_prefill_attention`."""
     num_tokens, num_heads, head_dim = query.shape
@@ -44,7 +45,7 @@ def paged_prefill_attention(
         return out
     channels = max(16, triton.next_power_of_2(head_dim))
     block_size = key_cache.shape[1]
-    tiles = choose_tiles(channels, query.element_size(), group, block_size, num_tokens / num_seqs)
+    tiles = choose_tiles(channels, query.element_size(), group, block_size, num_tokens / num_seqs, window)
     rows, tile, num_warps, num_stages = tiles
     rows = max(rows, triton.next_power_of_2(group))
     tokens = rows // group
@@ -55,12 +56,14 @@ def paged_prefill_attention(
             *out.stride()[:2], *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
             block_tables.stride(0),
             GROUP=group, TOKENS=tokens, ROWS=rows, HEAD_DIM=head_dim, CHANNELS=channels, BLOCK_SIZE=block_size,
-            TILE=tile, EXACT=needs_float32(query.dtype), num_warps=num_warps, num_stages=num_stages,
+            TILE=tile, WINDOW=window, EXACT=needs_float32(query.dtype), num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     return out
 
 
-def choose_tiles(channels: int, element_size: int, group: int, block_size: int, mean_tokens: float) -> tuple[int, int, int, int]:
+def choose_tiles(
+    channels: int, element_size: int, group: int, block_size: int, mean_tokens: float, window: int = 0
+) -> tuple[int, int, int, int]:
     """Rows of a query tile, tokens of a key tile, warps and pipeline stages, for sequences with so many new tokens on average.
 
     Large tiles reuse more of what they load; queries, output and the tiles in flight must fit in registers and shared memory. A
@@ -72,8 +75,8 @@ def choose_tiles(channels: int, element_size: int, group: int, block_size: int, 
         return 128, 64, 4, 3
     if channels > 128 or mean_tokens < LONG_PROMPT:
         return 64, 32, 4, 2
-    # The largest needs every register; with more to compute for an address, some would be spilled.
-    return (256, 64, 8, 3) if block_size <= 16 and group & (group - 1) == 0 else (128, 64, 8, 3)
+    # The largest needs every register; with more to compute for an address, or a window, some would be spilled.
+    return (256, 64, 8, 3) if block_size <= 16 and not window and group & (group - 1) == 0 else (128, 64, 8, 3)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])  # they change from step to step
@@ -83,7 +86,7 @@ def _prefill(
     key_block_stride, key_slot_stride, key_head_stride, value_block_stride, value_slot_stride, value_head_stride,
     table_stride,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """A tile of query tokens of one sequence, one KV head. `scale` includes the factor from e**x to 2**x."""
     # The last tiles of a prompt see most, so they go first: the short ones fill up the end.
@@ -108,29 +111,41 @@ def _prefill(
 
     first_position = context_len - query_len + first_token
     query_positions = first_position + rows // GROUP
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    # With a window, a row may see nothing of its first tiles, and -inf minus -inf would be NaN.
+    maximum = tl.full([ROWS], float("-inf") if WINDOW == 0 else -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, CHANNELS], tl.float32)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     key_ptr += kv_head.to(tl.int64) * key_head_stride
     value_ptr += kv_head.to(tl.int64) * value_head_stride
-    # Tiles that every row sees whole need no mask; the ones along the diagonal do.
+    # Tiles that every row sees whole need no mask; the ones along the diagonal do, and those where windows begin.
     unmasked_end = (first_position + 1) // TILE * TILE
     last = tl.minimum(context_len, first_position + TOKENS)
-    for start in range(0, unmasked_end, TILE):
+    first_key = 0
+    unmasked_start = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(first_position - WINDOW + 1, 0)
+        unmasked_start = tl.minimum(tl.cdiv(tl.maximum(first_position + TOKENS - WINDOW, 0), TILE) * TILE, unmasked_end)
+        for start in range(first_key // TILE * TILE, unmasked_start, TILE):
+            maximum, total, output = _attend(
+                query, maximum, total, output, query_positions, start, first_key, last, scale, table_ptr, key_ptr, value_ptr,
+                key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
+                HEAD_DIM, CHANNELS, BLOCK_SIZE, TILE, WINDOW, EXACT, MASKED=True,
+            )  # fmt: skip
+    for start in range(unmasked_start, unmasked_end, TILE):
         maximum, total, output = _attend(
-            query, maximum, total, output, query_positions, start, last, scale, table_ptr, key_ptr, value_ptr,
+            query, maximum, total, output, query_positions, start, first_key, last, scale, table_ptr, key_ptr, value_ptr,
             key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
-            HEAD_DIM, CHANNELS, BLOCK_SIZE, TILE, EXACT, MASKED=False,
+            HEAD_DIM, CHANNELS, BLOCK_SIZE, TILE, WINDOW, EXACT, MASKED=False,
         )  # fmt: skip
     for start in range(unmasked_end, last, TILE):
         maximum, total, output = _attend(
-            query, maximum, total, output, query_positions, start, last, scale, table_ptr, key_ptr, value_ptr,
+            query, maximum, total, output, query_positions, start, first_key, last, scale, table_ptr, key_ptr, value_ptr,
             key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
-            HEAD_DIM, CHANNELS, BLOCK_SIZE, TILE, EXACT, MASKED=True,
+            HEAD_DIM, CHANNELS, BLOCK_SIZE, TILE, WINDOW, EXACT, MASKED=True,
         )  # fmt: skip
 
-    output *= (1 / total)[:, None]
+    output *= (1 / (tl.where(total > 0, total, 1.0) if WINDOW > 0 else total))[:, None]
     # Found again, because the loops need all registers: nothing is kept during them only to know where the output goes.
     seq, query_start, query_len, first_token = _find_tile(starts_ptr, query_tile, num_seqs, TOKENS)
     pairs = first_token * GROUP + rows
@@ -160,10 +175,10 @@ def _find_tile(starts_ptr, query_tile, num_seqs, TOKENS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    query, maximum, total, output, query_positions, start, last, scale, table_ptr, key_ptr, value_ptr,
+    query, maximum, total, output, query_positions, start, first_key, last, scale, table_ptr, key_ptr, value_ptr,
     key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
-    HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
-    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    EXACT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the cached tokens from `start` on."""
     positions = start + tl.arange(0, TILE)
@@ -171,6 +186,8 @@ def _attend(
     inside = (channels < HEAD_DIM)[None, :]
     if MASKED:
         visible = positions < last
+        if WINDOW > 0:
+            visible = visible & (positions >= first_key)
         inside = inside & visible[:, None]
         blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
     else:
@@ -186,6 +203,8 @@ def _attend(
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if MASKED:  # the causal rule; what lies behind `last` was not even loaded
         scores = tl.where(positions[None, :] <= query_positions[:, None], scores, float("-inf"))
+        if WINDOW > 0:
+            scores = tl.where(positions[None, :] > query_positions[:, None] - WINDOW, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
     shrink = tl.exp2(maximum - new_maximum)
     weights = tl.exp2(scores * scale - new_maximum[:, None])  # one instruction for the product and the difference

@@ -119,8 +119,9 @@ class Row {
         this.#strip.push(cell);
         this.blocks.append(cell);
       }
-      set(cell, String(blocks[i]));
-      const held = length === null ? blockSize : Math.min(blockSize, Math.max(0, length - i * blockSize));
+      const isFreed = blocks[i] < 0; // behind a sliding window
+      set(cell, isFreed ? "" : String(blocks[i]));
+      const held = isFreed ? 0 : length === null ? blockSize : Math.min(blockSize, Math.max(0, length - i * blockSize));
       const fill = `${Math.round((100 * held) / blockSize)}%`;
       if (cell.dataset.fill !== fill) {
         cell.dataset.fill = fill;

@@ -76,6 +76,7 @@ export class BlockMap {
       if (place !== "running") continue;
       for (let i = 0; i < blocks.length; i += 1) {
         const block = blocks[i];
+        if (block < 0) continue; // freed behind a sliding window
         const tokens = length === null ? size : Math.min(size, Math.max(0, length - i * size));
         if (tokens > held[block]) held[block] = tokens;
         if (first[block] === -1) first[block] = number;
