@@ -64,7 +64,12 @@ class QuietSteps:
         """The quiet steps that begin now; None if the next step is not quiet. `num_waiting_before` is what the step before has reported."""
         scheduler, manager = core.scheduler, core.block_manager
         running, tables, block_size = scheduler.running, manager.block_tables, manager.block_size
-        if not running or len(scheduler.swapped) or (len(scheduler.waiting) and len(running) < scheduler.config.max_num_seqs):
+        if (
+            not running
+            or scheduler.config.window
+            or len(scheduler.swapped)
+            or (len(scheduler.waiting) and len(running) < scheduler.config.max_num_seqs)
+        ):
             return None
         until_end = until_full = 2**62  # steps until a sequence has all its tokens, and until one has filled its blocks
         num_context_tokens = num_filling = 0

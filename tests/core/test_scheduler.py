@@ -7,7 +7,7 @@ import random
 import weakref
 
 import pytest
-from shadow import shadow_engine
+from shadow import expected_tokens, shadow_engine
 
 from minivllm import SamplingParams, Scheduler, StaticBatchScheduler
 from minivllm.core.sequence_queue import SequenceQueue
@@ -499,3 +499,41 @@ def test_after_ctrl_c_aborted_requests_are_not_reported_and_the_engine_is_free_f
     assert not engine.has_unfinished_requests()
     AsyncLLMEngine.from_engine(engine).shutdown()
     engine.core.use_scheduler(Scheduler)  # as run_offline does
+
+
+# -- sliding windows -------------------------------------------------------------------------------------------------------
+
+WINDOWED = {"window": 5, "max_num_batched_tokens": 8, "max_num_seqs": 4, "enable_chunked_prefill": True, "watermark": 0.0}
+
+
+def test_a_prompt_and_its_answer_may_be_longer_than_the_cache():
+    """24 tokens have room; 60 + 30 pass through, 8 at a time, and the shadow sees that each looks at the 5 before it."""
+    engine, executor = shadow_engine(6, block_size=4, **WINDOWED)
+    steps, params = record_steps(engine, executor), SamplingParams(max_tokens=30, seed=0, **GREEDY)
+    engine.add_request("a", [1, 2, 3] * 20, params)
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += engine.step()
+    assert finished[-1].outputs[0].token_ids == expected_tokens([1, 2, 3] * 20, params, 0, 0, 90)
+    assert steps[:8] == [("prefill", {"a": 8})] * 7 + [("prefill", {"a": 4})]
+
+
+def test_of_prompts_that_cannot_go_on_the_latest_gives_way():
+    """Neither can go on while the other holds blocks, and nothing else runs that could give any back."""
+    engine, _ = shadow_engine(6, block_size=4, **WINDOWED)
+    scheduler, manager = engine.scheduler, engine.block_manager
+    for name in "ab":
+        engine.add_request(name, [1] * 60, SamplingParams(max_tokens=1, **GREEDY))
+        seq = scheduler.waiting.pop()
+        manager.allocate(seq)
+        scheduler._join_running(seq)
+        seq.num_computed_tokens = 8
+        assert manager.append_chunk_slots(seq, 4) == 4
+        seq.num_computed_tokens = 12
+    first, second = scheduler.running
+    output = scheduler.schedule()
+    assert (output.scheduled, output.preempted) == ([], [second])
+    for _ in range(2):
+        manager.gpu_allocator.allocate()
+    (item,) = scheduler.schedule().scheduled
+    assert (item.seq, item.num_tokens) == (first, 4), "as much as one block has room for"
