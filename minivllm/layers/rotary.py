@@ -87,14 +87,14 @@ def context_lengths(config: dict[str, Any]) -> tuple[int, int]:
     """How many positions a model is served with if nobody says, and at most: `max_position_embeddings`, or as RoPE stretches it.
 
     As in vLLM, `factor` multiplies it for "linear" and "dynamic", and "longrope" is not used unless it is asked for: a model answers short
-    texts better without. "yarn" checkpoints have it multiplied or not, so the larger length counts.
+    texts better without. "yarn" checkpoints have it multiplied or not, so the larger length counts; Gemma 3's have it multiplied.
 
     Raises:
         ModelLoadError: As `scaled_frequencies`.
     """
     parameters = rope_parameters(config)
     length: int = config["max_position_embeddings"]
-    if parameters["rope_type"] in ("linear", "dynamic"):
+    if parameters["rope_type"] in ("linear", "dynamic") and config.get("model_type") != "gemma3_text":
         length = int(length * number(parameters, "factor"))
     elif parameters["rope_type"] == "yarn":
         length = max(length, int(original_length(parameters) * number(parameters, "factor")))

@@ -18,7 +18,7 @@ from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.layers.embedding import VocabParallelEmbedding
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.platform import Platform
-from minivllm.layers.rotary import RotaryEmbedding
+from minivllm.layers.rotary import RotaryEmbedding, rope_parameters
 from minivllm.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP, LlamaModel
 from minivllm.models.stages import here, make_layers
 
@@ -93,7 +93,9 @@ class Gemma3Model(LlamaModel):
         is_here = self.stage.is_first or (self.stage.is_last and hf_config["tie_word_embeddings"])
         self.embed_tokens = here(is_here, lambda: Gemma3Embedding(config.vocab_size, hidden_size, platform))
         rotaries = {
-            kind: RotaryEmbedding(config.head_dim, config.max_model_len, parameters, platform.ops)
+            kind: RotaryEmbedding(
+                config.head_dim, config.max_model_len, rope_parameters({"rope_parameters": parameters}), platform.ops
+            )
             for kind, parameters in hf_config["rope_parameters"].items()
         }
         self.layers = make_layers(

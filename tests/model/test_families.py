@@ -223,7 +223,13 @@ def configs(draw):
     if config_cls in (LlamaConfig, SmolLM3Config):
         options["mlp_bias"] = draw(st.booleans())
     if config_cls in (MistralConfig, Phi3Config):
-        options["sliding_window"] = draw(st.sampled_from([None, 100]))
+        options["sliding_window"] = draw(st.sampled_from([None, 5, 100]))
+    if config_cls in (Qwen2Config, Qwen3Config) and draw(st.booleans()):
+        options |= {
+            "use_sliding_window": True,
+            "sliding_window": draw(st.sampled_from([1, 7])),
+            "max_window_layers": draw(st.integers(0, 3)),
+        }
     if config_cls is SmolLM3Config:
         layers = st.lists(st.integers(0, 1), min_size=options["num_hidden_layers"], max_size=options["num_hidden_layers"])
         options |= draw(st.one_of(layers.map(lambda x: {"no_rope_layers": x}), st.just({"no_rope_layer_interval": 2})))
@@ -306,6 +312,12 @@ FILES = {
         "rope_theta": 1000000.0, "sliding_window": 32768, "use_sliding_window": False, "tie_word_embeddings": True,
         "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
     },
+    "gemma-3-1b-it": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None, "bos_token_id": 2,
+        "cache_implementation": "hybrid", "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 32768, "num_hidden_layers": 7, "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 16, "sliding_window_pattern": 6, "use_cache": True,
+    },
     "Mistral-7B-v0.1": OLD | {
         "architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
@@ -342,6 +354,9 @@ FILES = {
         "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "pad_token_id": 0, "pretraining_tp": 2, "rms_norm_eps": 1e-6,
         "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False,
     },
+}  # fmt: skip
+FILES["gemma-3-4b-it, its text model"] = FILES["gemma-3-1b-it"] | {
+    "max_position_embeddings": 131072, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
 }  # fmt: skip
 FILES["SmolLM3-3B, without lists"] = {
     name: value for name, value in FILES["SmolLM3-3B"].items() if name not in ("no_rope_layers", "layer_types")
