@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import steps_in_processes
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_families import families
 from nightly import NIGHTLY
 from safetensors.torch import load_file, save_file
 from test_models import engine_logits
@@ -28,7 +31,9 @@ from transformers import (
 from minivllm import LLM, SamplingParams
 from minivllm.config import EngineArgs
 from minivllm.errors import ModelLoadError
+from minivllm.models.registry import MODELS
 
+ROOT = Path(__file__).parents[2]
 VOCAB = 128
 # The pair of head_dim and group that tests/model/test_models.py compiles CPU kernels for.
 COMMON = {
@@ -426,3 +431,16 @@ def test_a_fused_tensor_of_another_size_is_refused(models, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ModelLoadError, match=r"qkv_proj.weight has shape \[112, 64\], but the config asks for \[128, 64\]"):
         LLM(str(tmp_path), **OPTIONS)
+
+
+def test_the_table_of_families_is_complete():
+    """A new architecture gets a row: run `python benchmarks/model_families.py`, and name the file in docs/using.md."""
+    page = (ROOT / "docs/using.md").read_text()
+    stored = json.loads((ROOT / re.search(r"<!-- (benchmarks/results/model_families_\S+\.json) -->", page)[1]).read_text())
+    configs = {name: config for name, (config, _) in families().items()}
+    architectures = {type(config).__name__.removesuffix("Config").removesuffix("Text") for config in configs.values()}
+    assert {f"{name}ForCausalLM" for name in architectures} == MODELS.keys()
+    found = {name: row for name, row in stored.items() if isinstance(row, dict) and "tokens" in row}
+    assert found.keys() == configs.keys()
+    for row in found.values():
+        assert row["error"] < 1e-3 and set(row["tokens"].values()) == {row["num_tokens"]}
