@@ -12,6 +12,7 @@ from shadow import set_clock, shadow_engine
 
 from minivllm.engine.trace import EngineTrace
 from minivllm.sampling_params import SamplingParams
+from minivllm.scheduler_output import FREED_BLOCK
 from minivllm.viz.chrome import to_chrome
 from minivllm.viz.spans import STATES, find_spans, time_origin
 
@@ -143,7 +144,7 @@ def test_counters_and_preemptions_are_those_of_the_steps(requests, num_blocks, m
         assert all(events[number]["ts"] == at for events in counters.values())
         values = {name: events[number]["args"] for name, events in counters.items()}
         assert values["queues"] == {"running": step.num_running, "waiting": step.num_waiting, "swapped": step.num_swapped}
-        held = {block for table in step.block_tables.values() for block in table}
+        held = {block for table in step.block_tables.values() for block in table if block != FREED_BLOCK}
         assert values["cache blocks"] == {"used": len(held), "free": num_blocks - len(held)}
         assert values["prefix cache"] == {"blocks": len(step.cached_blocks)}
     preempted = [item for step in trace for item in step.preempted]

@@ -17,6 +17,7 @@ from minivllm import LLM, SamplingParams, Scheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.engine.trace import EngineTrace, RequestRecord, SequenceKey, SequenceStep, StepRecord
 from minivllm.errors import ConfigError
+from minivllm.scheduler_output import FREED_BLOCK
 from minivllm.simulation.engine import make_simulated_engine
 from minivllm.simulation.replay import first_difference, replay
 
@@ -37,7 +38,7 @@ def test_it_tells_the_tables_counts_and_queues_of_each_step(workload):
     def observe(output):
         tables = {(seq.request.request_id, seq.index): tuple(manager.get_block_table(seq)) for seq in scheduler.running}
         swapped = {(seq.request.request_id, seq.index): tuple(manager.swapped_tables[seq.seq_id]) for seq in scheduler.swapped}
-        counts = Counter(block for table in tables.values() for block in table)
+        counts = Counter(block for table in tables.values() for block in table if block != FREED_BLOCK)
         work = [(item.seq.request.request_id, item.seq.index, item.num_tokens) for item in output.scheduled]
         queues = (len(scheduler.running), len(scheduler.waiting), len(scheduler.swapped), manager.get_num_free_gpu_blocks())
         seen.append((tables, swapped, {block: count for block, count in counts.items() if count > 1}, work, queues))
