@@ -1,7 +1,12 @@
 """Sphinx's settings for the book. `python book/build.py` prepares the pages and runs Sphinx on them."""
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -14,6 +19,8 @@ html_title = "How vLLM works, by building it"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 nb_execution_mode = "off"
+nb_code_prompt_show = "Show the output"
+nb_code_prompt_hide = "Hide the output"
 nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
 myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]
 myst_heading_anchors = 4
@@ -23,6 +30,21 @@ napoleon_use_ivar = True
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+
+
+def setup(app: Sphinx) -> None:
+    """Keep Napoleon from taking the first words of an attribute's docstring for a type, because a colon follows them."""
+
+    def replace(old: str, new: str) -> Callable[..., None]:
+        def process(app: Sphinx, what: str, name: str, item: object, options: object, lines: list[str]) -> None:
+            if what == "attribute":
+                lines[:] = [line.replace(old, new) for line in lines]
+
+        return process
+
+    app.connect("autodoc-process-docstring", replace(": ", "\ue000"), priority=400)
+    app.connect("autodoc-process-docstring", replace("\ue000", ": "), priority=600)
+
 
 html_theme = "furo"
 html_static_path = [str(Path(__file__).resolve().parent / "_static")]

@@ -113,21 +113,22 @@ def link_to_pages(text: str, path: Path, folder: Path) -> str:
 
 
 def write_reference(folder: Path, lessons: list[Path]) -> None:
-    """A page for each module of which lessons import something, with those classes and functions."""
+    """A page for each subpackage of which lessons import something, with those classes and functions."""
     folder.mkdir()
-    used: dict[str, dict[str, None]] = {}
+    pages: dict[str, set[tuple[str, str]]] = {}
     for path in lessons:
         for module, name in imports(nbformat.read(path, 4)):
             item = getattr(import_module(module), name)
             if inspect.isclass(item) or inspect.isfunction(item):
-                used.setdefault(item.__module__, {})[item.__name__] = None
-    for module, names in used.items():
-        lines = [f"# `{module}`", "", "```{eval-rst}", f".. currentmodule:: {module}", ""]
-        for name in names:
+                package = ".".join(item.__module__.split(".")[:2])
+                pages.setdefault(package, set()).add((item.__module__, item.__name__))
+    for package, names in pages.items():
+        lines = [f"# `{package}`", "", "```{eval-rst}"]
+        for module, name in sorted(names):
             is_class = inspect.isclass(getattr(import_module(module), name))
-            lines += [f".. auto{'class' if is_class else 'function'}:: {name}", *["   :members:"] * is_class, ""]
-        (folder / f"{module}.md").write_text("\n".join([*lines, "```", ""]), encoding="utf-8")
-    toctree = "\n".join(sorted(used))
+            lines += [f".. auto{'class' if is_class else 'function'}:: {module}.{name}", *["   :members:"] * is_class, ""]
+        (folder / f"{package}.md").write_text("\n".join([*lines, "```", ""]), encoding="utf-8")
+    toctree = "\n".join(sorted(pages))
     intro = "The classes and functions of the package that lessons use."
     (folder / "index.md").write_text(f"# Reference\n\n{intro}\n\n```{{toctree}}\n:maxdepth: 1\n\n{toctree}\n```\n", encoding="utf-8")
 
