@@ -1,26 +1,32 @@
-"""Builds the book as a static site in out/book: `make book`."""
+"""Builds the book as a static site: `make book`."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 from pages import BOOK, ROOT, prepare
+from play import build_playground
 from sphinx.cmd.build import main as sphinx_build
 
 
 def main() -> int:
     """Build it. Any warning is an error, at the end."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=ROOT / "out/book", metavar="FOLDER", help="where it goes (default: out/book)")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "out/book", metavar="FOLDER", help="where it goes (default: out/book)"
+    )
     output = parser.parse_args().output
     prepare(output / "source")
-    status = sphinx_build(
-        ["-b", "html", "-c", str(BOOK), "-j", "auto", "-W", "--keep-going", "-q", "-d", str(output / "doctrees")]
-        + [str(output / "source"), str(output / "html")]
-    )
+    html = output / "html"
+    for folder in (html, output / "doctrees"):  # of an earlier build, perhaps of pages that are no more
+        shutil.rmtree(folder, ignore_errors=True)
+    options = ["-b", "html", "-j", "auto", "-W", "--keep-going", "-q"]
+    status = sphinx_build([*options, "-c", str(BOOK), "-d", str(output / "doctrees"), str(output / "source"), str(html)])
+    build_playground(html / "playground", output)
     if status == 0:
-        print(f"The book is in {output / 'html' / 'index.html'}.")
+        print(f"The book is in {html / 'index.html'}. The playground needs a web server: python -m http.server -d {html}")
     return status
 
 

@@ -26,6 +26,7 @@ LINES_PER_MINUTE = 10  # of code, read and run
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)((?:#[^)\s]*)?)(?=\))")
 TERM = re.compile(r'<a id="([\w-]+)"></a>\n\*\*(.+?)\*\*: ')
 VLLM_FILE = re.compile(r"`(vllm/[\w./-]+\.\w+)`")
+SITUATION = re.compile(r'name: "([^"]+)",\s*text: "[^"]*\(Lesson (\d\d)\)"')
 LANGUAGES = {".py": "python", ".json": "json", ".c": "c", ".sh": "sh"}
 LARGEST_PAGE = 2**17  # bytes of code; a larger file can be downloaded instead
 
@@ -43,7 +44,10 @@ def prepare(folder: Path) -> None:
             if cell.cell_type == "markdown":
                 cell.source = link_to_pages(cell.source, path, folder)
         write(folder, path, nbformat.writes(notebook))
-    for path in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]:
+    for path in [
+        *sorted((ROOT / "docs").glob("*.md")),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ]:
         write(folder, path, link_to_pages(path.read_text(encoding="utf-8"), path, folder))
     glossary = ROOT / "notebooks/glossary.md"
     write(folder, glossary, link_to_pages(TERM.sub(r"## \2\n\n", glossary.read_text(encoding="utf-8")), glossary, folder))
@@ -72,7 +76,7 @@ def prepare_lesson(notebook: nbformat.NotebookNode, path: Path) -> None:
 
 
 def about(notebook: nbformat.NotebookNode, path: Path) -> str:
-    """How long a lesson takes, how to run it, its exercise, and the files of vLLM that it speaks of."""
+    """How long a lesson takes, how to run it, its exercise, its situations in the playground, and the files of vLLM that it speaks of."""
     words = sum(len(cell.source.split()) for cell in notebook.cells if cell.cell_type == "markdown")
     lines = sum(len(cell.source.splitlines()) for cell in notebook.cells if cell.cell_type == "code")
     minutes = 5 * math.ceil((words / WORDS_PER_MINUTE + lines / LINES_PER_MINUTE) / 5)
@@ -83,9 +87,18 @@ def about(notebook: nbformat.NotebookNode, path: Path) -> str:
     if (ROOT / "exercises" / path.name).exists():
         parts.append(f"**[Exercise](../exercises/{path.name})**")
     files = sorted({name for cell in notebook.cells if cell.cell_type == "markdown" for name in VLLM_FILE.findall(cell.source)})
+    if plays := situations(path.name[:2]):
+        links = ", ".join(f'<a href="../playground/index.html#{number}">{name}</a>' for number, name in plays)
+        parts.append(f"**Play** with the engine, in the browser: {links}")
     if files:
         parts.append("**In vLLM**: " + ", ".join(f"`{name}`" for name in files))
     return "\n".join([":::{container} about", *(f"- {part}" for part in parts), ":::"])
+
+
+def situations(lesson: str) -> list[tuple[int, str]]:
+    """Numbers and names of the playground's situations from a lesson."""
+    found = SITUATION.findall((ROOT / "minivllm/entrypoints/playground/static/presets.js").read_text(encoding="utf-8"))
+    return [(number, name) for number, (name, number_of_lesson) in enumerate(found) if number_of_lesson == lesson]
 
 
 def link_to_pages(text: str, path: Path, folder: Path) -> str:
@@ -130,7 +143,9 @@ def write_reference(folder: Path, lessons: list[Path]) -> None:
         (folder / f"{package}.md").write_text("\n".join([*lines, "```", ""]), encoding="utf-8")
     toctree = "\n".join(sorted(pages))
     intro = "The classes and functions of the package that lessons use."
-    (folder / "index.md").write_text(f"# Reference\n\n{intro}\n\n```{{toctree}}\n:maxdepth: 1\n\n{toctree}\n```\n", encoding="utf-8")
+    (folder / "index.md").write_text(
+        f"# Reference\n\n{intro}\n\n```{{toctree}}\n:maxdepth: 1\n\n{toctree}\n```\n", encoding="utf-8"
+    )
 
 
 def imports(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, str]]:

@@ -102,7 +102,10 @@ class Session:
     def describe(self) -> dict[str, Any]:
         """What the live page's event "engine" tells."""
         engine = self.engine
-        sizes = {"num_gpu_blocks": engine.block_manager.num_gpu_blocks, "max_model_len": self.settings.engine_options()["max_model_len"]}
+        sizes = {
+            "num_gpu_blocks": engine.block_manager.num_gpu_blocks,
+            "max_model_len": self.settings.engine_options()["max_model_len"],
+        }
         configs = dataclasses.asdict(engine.scheduler_config) | dataclasses.asdict(engine.core.cache_config)
         return {"model": "", "num_engines": 1, "replica": 0, "may_kill": False} | configs | sizes
 

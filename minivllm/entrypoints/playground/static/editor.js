@@ -12,14 +12,23 @@ export function makeEditor(parent, onChange) {
   const watch = EditorView.updateListener.of((update) => {
     if (!update.docChanged || isSetting) return;
     clearTimeout(timer);
-    timer = setTimeout(onChange, PAUSE);
+    timer = setTimeout(settle, PAUSE);
   });
+  const settle = () => {
+    if (timer === null) return;
+    clearTimeout(timer);
+    timer = null;
+    onChange();
+  };
   const label = EditorView.contentAttributes.of({ "aria-label": "Python code" });
   const view = new EditorView({ parent, extensions: [basicSetup, python(), indentUnit.of("    "), watch, label] });
   return {
+    /** What was typed counts from now on. */
+    settle,
     getCode: () => view.state.doc.toString(),
     setCode(code) {
       clearTimeout(timer);
+      timer = null;
       isSetting = true;
       view.dispatch({ changes: { from: 0, to: view.state.doc.length, insert: code } });
       isSetting = false;

@@ -17,10 +17,8 @@ const python = new Python();
 const state = new LiveState();
 let isScheduled = false;
 let isPlaying = false;
-/** Whether Python has a session for the settings and the code as they are. */
-let isBegun = false;
+/** Whether all requests have ended, or the run has. */
 let isDone = false;
-let isBusy = false;
 let now = 0;
 
 const panels = { blockMap: new BlockMap(state, schedule), queues: new Queues(state, schedule, highlight), batch: new Batch(state, schedule, highlight) };
@@ -61,38 +59,76 @@ function writeSettings(settings) {
   }
 }
 
-function choosePreset() {
+function showPreset() {
   const { text, settings } = PRESETS[find("preset").selectedIndex];
   find("preset-text").textContent = text;
   writeSettings(settings);
-  changed();
 }
 
 /** Settings or code are others: what is shown is out of date. */
 function changed() {
-  isBegun = false;
   setPlaying(false);
-  begin();
+  return begin();
 }
 
 // -- Python --------------------------------------------------------------------------------------------------------------------------
 
-async function begin() {
-  if (isBusy) return; // it begins again when Python has answered
-  isBusy = true;
-  isBegun = true;
-  tell(null);
-  const invalid = form.querySelector(":invalid");
-  try {
-    if (invalid !== null) throw new Error(`${invalid.parentElement.firstChild.textContent.trim()}: ${invalid.validationMessage}`);
-    const { engine } = await python.call({ begin: readSettings(), code: editor.getCode() });
-    startOver(engine);
-  } catch (error) {
-    tell(error.message);
-    isDone = true;
-  }
-  isBusy = false;
-  if (!isBegun) await begin();
+/** Calls of Python, one after another. */
+let lane = Promise.resolve();
+/** Counts the beginnings: what was asked before the latest one is not done any more. */
+let generation = 0;
+let numPending = 0;
+
+function ask(message, take) {
+  const asked = generation;
+  numPending += 1;
+  lane = lane.then(async () => {
+    try {
+      if (asked === generation && !isDone) take(await python.call(message()));
+    } catch (error) {
+      tell(error.message);
+      isDone = true;
+      setPlaying(false);
+    }
+    numPending -= 1;
+  });
+  return lane;
+}
+
+function begin() {
+  generation += 1;
+  isDone = false;
+  return ask(
+    () => {
+      tell(null);
+      const invalid = form.querySelector(":invalid");
+      if (invalid !== null) throw new Error(`${invalid.parentElement.firstChild.textContent.trim()}: ${invalid.validationMessage}`);
+      return { begin: readSettings(), code: editor.getCode() };
+    },
+    ({ engine }) => startOver(engine),
+  );
+}
+
+function advance(numSteps) {
+  return ask(
+    () => ({ advance: numSteps }),
+    ({ report, num_steps: steps, now: seconds, done, starving }) => {
+      now = seconds;
+      if (report !== null) state.apply("steps", report);
+      find("clock").textContent = `${many(steps, "step")}, ${seconds.toFixed(2)} s${done ? ": all requests have ended" : ""}`;
+      tell(starving.slice(0, 3).join("\n") || null);
+      if (done) {
+        isDone = true;
+        setPlaying(false);
+        state.apply("idle", { num_running: 0, num_waiting: 0, num_swapped: 0, num_used_blocks: 0 });
+      }
+      schedule();
+    },
+  );
+}
+
+function many(count, thing) {
+  return `${count.toLocaleString("en")} ${thing}${count === 1 ? "" : "s"}`;
 }
 
 function startOver(engine) {
@@ -102,34 +138,9 @@ function startOver(engine) {
   for (const item of document.querySelectorAll(".legend .prefix")) item.hidden = !engine.enable_prefix_caching;
   panels.blockMap.repaint();
   panels.batch.repaint();
-  isDone = false;
   now = 0;
   find("clock").textContent = "0 steps, 0.00 s";
   schedule();
-}
-
-async function advance(numSteps) {
-  if (isBusy || isDone) return;
-  isBusy = true;
-  try {
-    const { report, num_steps: steps, now: seconds, done, starving } = await python.call({ advance: numSteps });
-    now = seconds;
-    if (report !== null) state.apply("steps", report);
-    isDone = done;
-    find("clock").textContent = `${steps.toLocaleString("en")} steps, ${seconds.toFixed(2)} s${done ? ": all requests have ended" : ""}`;
-    tell(starving.slice(0, 3).join("\n") || null);
-    if (done) {
-      setPlaying(false);
-      state.apply("idle", { num_running: 0, num_waiting: 0, num_swapped: 0, num_used_blocks: 0 });
-    }
-    schedule();
-  } catch (error) {
-    tell(error.message);
-    isDone = true;
-    setPlaying(false);
-  }
-  isBusy = false;
-  if (!isBegun) await begin();
 }
 
 function tell(sentence) {
@@ -157,19 +168,21 @@ function frame(time) {
   if (!isPlaying) return;
   due = Math.min(64, due + ((time - lastFrame) / 1000) * stepsPerSecond());
   lastFrame = time;
-  if (due >= 1 && !isBusy) {
+  if (due >= 1 && numPending === 0) {
     advance(Math.floor(due));
     due -= Math.floor(due);
   }
   requestAnimationFrame(frame);
 }
 
-find("step").addEventListener("click", async () => {
+find("step").addEventListener("click", () => {
+  editor.settle();
   setPlaying(false);
-  await advance(1);
+  advance(1);
 });
-find("play").addEventListener("click", async () => {
-  if (!isPlaying && isDone) await begin();
+find("play").addEventListener("click", () => {
+  editor.settle();
+  if (!isPlaying && isDone) begin();
   setPlaying(!isPlaying);
 });
 find("restart").addEventListener("click", changed);
@@ -177,8 +190,8 @@ find("speed").addEventListener("input", () => {
   find("speed-value").textContent = String(stepsPerSecond());
 });
 form.addEventListener("change", (event) => {
-  if (event.target.id === "preset") choosePreset();
-  else changed();
+  if (event.target.id === "preset") showPreset();
+  changed();
 });
 form.addEventListener("submit", (event) => event.preventDefault());
 for (const button of document.querySelectorAll("[data-code]")) {
@@ -200,9 +213,10 @@ find("share").addEventListener("click", async () => {
   setTimeout(() => (find("share").textContent = "Copy the link"), 2000);
 });
 
-/** Settings and code from the address; null if it has none. */
+/** Settings and code from the address, or the number of a situation; null if it has none. */
 async function readLink() {
   if (location.hash.length < 2) return null;
+  if (/^#\d+$/.test(location.hash)) return { preset: Number(location.hash.slice(1)) };
   try {
     const bytes = Uint8Array.from(atob(location.hash.slice(1).replaceAll("-", "+").replaceAll("_", "/")), (c) => c.charCodeAt(0));
     return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"))).text());
@@ -218,10 +232,12 @@ onThemeChange(() => {
   schedule();
 });
 for (const { name } of PRESETS) find("preset").append(Object.assign(document.createElement("option"), { textContent: name }));
-writeSettings({});
-find("preset-text").textContent = PRESETS[0].text;
+showPreset();
 const linked = await readLink();
-if (linked !== null) {
+if (PRESETS[linked?.preset] !== undefined) {
+  find("preset").selectedIndex = linked.preset;
+  showPreset();
+} else if (linked?.settings) {
   writeSettings(linked.settings);
   if (linked.code) {
     find("code").open = true;
