@@ -48,8 +48,8 @@ test-minimum: ## Run the tests with the oldest versions that pyproject.toml allo
 	OMP_WAIT_POLICY=PASSIVE "$(VENV)-minimum/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 900 tests $(ARGS)
 
 lint: setup ## Check style, form and types of the code
-	"$(VENV)/bin/python" -m ruff check minivllm tests benchmarks tools
-	"$(VENV)/bin/python" -m ruff format --check minivllm tests benchmarks tools
+	"$(VENV)/bin/python" -m ruff check minivllm tests benchmarks tools book
+	"$(VENV)/bin/python" -m ruff format --check minivllm tests benchmarks tools book
 	"$(VENV)/bin/python" -m mypy
 
 # make check-vllm-links VLLM=path/to/vllm-0.32.0.whl

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from minivllm.entrypoints.cli.main import main
 from minivllm.entrypoints.playground import session as session_module
+from minivllm.entrypoints.playground.server import make_server
 from minivllm.entrypoints.playground.session import ReaderError, Session, Settings
 from minivllm.entrypoints.playground.site import PACKAGE, PARTS, STATIC, make_page
 from minivllm.errors import ConfigError
@@ -131,3 +133,12 @@ def test_the_package_in_the_browser_has_all_that_a_session_imports():
     imported = {Path(line) for line in printed.splitlines()}
     assert len(imported) > 30
     assert imported <= files
+
+
+def test_a_folder_without_a_playground_and_a_port_in_use_are_told(tmp_path, capsys):
+    assert main(["course", "play", "--folder", str(tmp_path)]) == 2
+    assert f"There is no playground in {tmp_path}: run `make book`" in capsys.readouterr().err
+    (tmp_path / "files.json").write_text("[]")
+    with make_server(tmp_path, 0) as server:
+        assert main(["course", "play", "--folder", str(tmp_path), "--port", str(server.server_port)]) == 2
+    assert f"Port {server.server_port} cannot be used" in capsys.readouterr().err

@@ -5,14 +5,14 @@ Skipped where there is no Chromium, and where `make book` has not been run: it f
 
 from __future__ import annotations
 
-import functools
-import http.server
 import re
 import threading
 
 import pytest
 from browser import ROOT, SCREENSHOTS, needs_chromium, open_browser, sync_api
 from test_playground import BASE, LATE_FOR_3
+
+from minivllm.entrypoints.playground.server import make_server
 
 SITE = ROOT / "out/book/html/playground"
 pytestmark = [
@@ -23,16 +23,9 @@ pytestmark = [
 expect = sync_api.expect
 
 
-class Files(http.server.SimpleHTTPRequestHandler):
-    """Files, without a line for each."""
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture(scope="module")
 def address():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=SITE)) as server:
+    with make_server(SITE, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/index.html"
         server.shutdown()
