@@ -39,7 +39,7 @@ def add_course_command(commands) -> None:  # noqa: ANN001
     below = course.add_subparsers(title="commands", metavar="COMMAND")
 
     play = add_command(below, "play", run_course_play, "serve the playground: the engine in the browser", "minivllm course play")
-    add_option(play, "--port PORT", int, "where it is served, on this machine only (default: %(default)s)", default=8008)
+    add_option(play, "--port PORT", 8008, "where it is served, on this machine only")
     add_option(play, "--folder FOLDER", Path, "the playground's files (default: those of `make book`)")
 
     summary = "write the exercises as an nbgrader course"
