@@ -10,6 +10,14 @@ from pages import BOOK, ROOT, prepare
 from play import build_playground
 from sphinx.cmd.build import main as sphinx_build
 
+FOR_SCREEN_READERS = {
+    '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
+    '<summary aria-label="Toggle hidden content">': "<summary>",
+    "<pre>": '<pre tabindex="0">',
+    '<div class="cell_output docutils container">': '<div class="cell_output docutils container" tabindex="0">',
+}
+"""What the theme and MyST-NB write, and what axe asks for: a heading has a level, a button the name that it shows, and what scrolls can have the focus."""
+
 
 def main() -> int:
     """Build it. Any warning is an error, at the end."""
@@ -24,6 +32,11 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     options = ["-b", "html", "-j", "auto", "-W", "--keep-going", "-q"]
     status = sphinx_build([*options, "-c", str(BOOK), "-d", str(output / "doctrees"), str(output / "source"), str(html)])
+    for page in html.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        for old, new in FOR_SCREEN_READERS.items():
+            text = text.replace(old, new)
+        page.write_text(text, encoding="utf-8")
     build_playground(html / "playground", output)
     if status == 0:
         print(f"The book is in {html / 'index.html'}. The playground needs a web server: python -m http.server -d {html}")

@@ -19,10 +19,11 @@ html_title = "How vLLM works, by building it"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 nb_execution_mode = "off"
+nb_ipywidgets_js = {}  # widgets have a picture beside them, and nothing is fetched from elsewhere
 nb_code_prompt_show = "Show the output"
 nb_code_prompt_hide = "Hide the output"
 nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
-myst_enable_extensions = ["attrs_block", "colon_fence", "dollarmath"]
+myst_enable_extensions = ["attrs_block", "colon_fence"]
 myst_heading_anchors = 4
 myst_heading_slug_func = "pages.slug"
 suppress_warnings = ["misc.highlighting_failure"]  # commands like %matplotlib
