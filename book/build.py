@@ -14,6 +14,7 @@ FOR_SCREEN_READERS = {
     '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
     '<summary aria-label="Toggle hidden content">': "<summary>",
     "<pre>": '<pre tabindex="0">',
+    "<pre style": '<pre tabindex="0" style',
     '<div class="cell_output docutils container">': '<div class="cell_output docutils container" tabindex="0">',
 }
 """What the theme and MyST-NB write, and what axe asks for: a heading has a level, a button the name that it shows, and what scrolls can have the focus."""
