@@ -12,11 +12,10 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-
 from minivllm.bench.report import format_table, report
 from minivllm.entrypoints.playground.server import make_server
 
+ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {"num_gpu_blocks": 512, "max_num_seqs": 64, "num_requests": 200, "mean_prompt_len": 32, "mean_output_len": 64}
 FRAMES = """async (seconds) => {
     let frames = 0, running = true;
