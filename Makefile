@@ -6,7 +6,7 @@ VENV ?= .venv
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab notebooks exercises test-minimum lint check-vllm-links gpu-check cpu-check clean
+.PHONY: help setup demo test lab notebooks exercises book test-minimum lint check-vllm-links gpu-check cpu-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,14 +38,18 @@ exercises: setup ## Renew the cells that all notebooks share, and make the exerc
 	"$(VENV)/bin/python" -m minivllm.course.last_cell
 	"$(VENV)/bin/python" -m minivllm.course.exercises $(ARGS)
 
+book: setup ## Make a website of the course, in out/book/html (Python 3.11 or newer)
+	@"$(VENV)/bin/python" -c "import furo, myst_nb" 2>/dev/null || "$(VENV)/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt furo myst-nb sphinx
+	@"$(VENV)/bin/python" book/build.py $(ARGS)
+
 # Packages in KEEP stay at their pinned versions, where the oldest cannot be had: make test-minimum KEEP="torch triton"
 test-minimum: ## Run the tests with the oldest versions that pyproject.toml allows, in an environment of their own
 	@"$(PYTHON)" tools/setup_env.py --venv "$(VENV)-minimum" --minimum --keep $(KEEP)
 	OMP_WAIT_POLICY=PASSIVE "$(VENV)-minimum/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 900 tests $(ARGS)
 
 lint: setup ## Check style, form and types of the code
-	"$(VENV)/bin/python" -m ruff check minivllm tests benchmarks tools
-	"$(VENV)/bin/python" -m ruff format --check minivllm tests benchmarks tools
+	"$(VENV)/bin/python" -m ruff check minivllm tests benchmarks tools book
+	"$(VENV)/bin/python" -m ruff format --check minivllm tests benchmarks tools book
 	"$(VENV)/bin/python" -m mypy
 
 # make check-vllm-links VLLM=path/to/vllm-0.32.0.whl

@@ -110,8 +110,8 @@ def test_conda_gets_the_same_environment():
     assert through_pip == {"pip": ["-c constraints.txt", f"-e .[{setup_env.EXTRAS}]"]}
 
 
-def test_setup_installs_all_extras_but_ray_for_the_same_pythons():
-    assert {*setup_env.EXTRAS.split(","), "ray"} == set(PROJECT["optional-dependencies"]), "a cluster is for few"
+def test_setup_installs_all_extras_but_those_for_few_for_the_same_pythons():
+    assert {*setup_env.EXTRAS.split(","), "book", "ray"} == set(PROJECT["optional-dependencies"]), "a website and a cluster"
     assert PROJECT["requires-python"] == ">=" + ".".join(map(str, setup_env.OLDEST_PYTHON))
 
 

@@ -18,8 +18,8 @@ from minivllm.engine.core_client import ReplicaStatus
 from minivllm.engine.core_messages import SchedulerStats
 from minivllm.engine.metrics import Metrics, TokenRate
 from minivllm.engine.trace import StepRecord
-from minivllm.entrypoints.dashboard import _FILES, HEADERS, add_dashboard
 from minivllm.entrypoints.dashboard import live as live_module
+from minivllm.entrypoints.dashboard.app import _FILES, HEADERS, add_dashboard
 from minivllm.entrypoints.dashboard.live import live_events
 from minivllm.errors import EngineDeadError
 from minivllm.sampling_params import SamplingParams

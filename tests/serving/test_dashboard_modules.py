@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from browser import launch, needs_chromium, sync_api
 
-from minivllm.entrypoints.dashboard import _FILES, _MEDIA_TYPES
+from minivllm.entrypoints.dashboard.app import _FILES, _MEDIA_TYPES
 
 pytestmark = needs_chromium
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
 from minivllm.engine.llm_engine import LLMEngine
-from minivllm.entrypoints.dashboard import add_dashboard
+from minivllm.entrypoints.dashboard.app import add_dashboard
 from minivllm.executor.base import Executor
 from minivllm.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.scheduler_output import SequenceOutput

@@ -1,5 +1,5 @@
-"""`minivllm course`: the lessons and the learner's points. `course html` makes web pages, `course export` an nbgrader course, `course new` a
-lesson's files. `minivllm grade SUBMISSIONS… --output FOLDER` grades learners' notebooks."""
+"""`minivllm course`: the lessons and the learner's points. `course play` serves the playground, `course export` makes an nbgrader course, `course new`
+a lesson's files. `minivllm grade SUBMISSIONS… --output FOLDER` grades learners' notebooks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def add_course_command(commands) -> None:  # noqa: ANN001
     add_option(course, "--exercises FOLDER", Path, "where you work (default: the project's exercises)")
     below = course.add_subparsers(title="commands", metavar="COMMAND")
 
-    html = add_command(below, "html", run_course_html, "write the lessons as web pages", "minivllm course html pages")
-    html.add_argument("folder", type=Path, metavar="FOLDER", help="where the pages go")
-    add_option(html, "--lessons FOLDER", Path, "the lessons (default: the project's notebooks)")
+    play = add_command(below, "play", run_course_play, "serve the playground: the engine in the browser", "minivllm course play")
+    add_option(play, "--port PORT", 8008, "where it is served, on this machine only")
+    add_option(play, "--folder FOLDER", Path, "the playground's files (default: those of `make book`)")
 
     summary = "write the exercises as an nbgrader course"
     export = add_command(below, "export", run_course_export, summary, "minivllm course export my_class")
@@ -60,12 +60,12 @@ def run_course(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_course_html(arguments: argparse.Namespace) -> int:
-    """Write the lessons as web pages, and print their paths."""
-    from minivllm.course.pages import export_pages
+def run_course_play(arguments: argparse.Namespace) -> int:
+    """Serve the playground until Ctrl-C."""
+    from minivllm.entrypoints.playground.server import serve_playground
 
-    for page in export_pages(arguments.lessons or _folder("notebooks"), arguments.folder):
-        print(page)
+    project = Path(__file__).resolve().parents[3]
+    serve_playground(arguments.folder or project / "out/book/html/playground", arguments.port)
     return 0
 
 

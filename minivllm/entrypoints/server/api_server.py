@@ -18,7 +18,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from minivllm import __version__
 from minivllm.engine.async_llm_engine import AsyncLLMEngine
-from minivllm.entrypoints.dashboard import add_dashboard
+from minivllm.entrypoints.dashboard.app import add_dashboard
 from minivllm.entrypoints.openai.answer import Answer
 from minivllm.entrypoints.openai.chat.protocol import ChatCompletionRequest, ChatCompletionResponse
 from minivllm.entrypoints.openai.chat.serving import ChatAnswer

@@ -1,0 +1,48 @@
+"""Builds the book as a static site: `make book`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from pages import BOOK, ROOT, prepare
+from play import build_playground
+from sphinx.cmd.build import main as sphinx_build
+
+FOR_SCREEN_READERS = {
+    '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
+    '<summary aria-label="Toggle hidden content">': "<summary>",
+    "<pre>": '<pre tabindex="0">',
+    "<pre style": '<pre tabindex="0" style',
+    '<div class="cell_output docutils container">': '<div class="cell_output docutils container" tabindex="0">',
+}
+"""What the theme and MyST-NB write, and what axe asks for: a heading has a level, a button the name that it shows, and what scrolls can have the focus."""
+
+
+def main() -> int:
+    """Build it. Any warning is an error, at the end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "out/book", metavar="FOLDER", help="where it goes (default: out/book)"
+    )
+    output = parser.parse_args().output
+    prepare(output / "source")
+    html = output / "html"
+    for folder in (html, output / "doctrees"):  # of an earlier build, perhaps of pages that are no more
+        shutil.rmtree(folder, ignore_errors=True)
+    options = ["-b", "html", "-j", "auto", "-W", "--keep-going", "-q"]
+    status = sphinx_build([*options, "-c", str(BOOK), "-d", str(output / "doctrees"), str(output / "source"), str(html)])
+    for page in html.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        for old, new in FOR_SCREEN_READERS.items():
+            text = text.replace(old, new)
+        page.write_text(text, encoding="utf-8")
+    build_playground(html / "playground", output)
+    if status == 0:
+        print(f"The book is in {html / 'index.html'}. The playground needs a web server: python -m http.server -d {html}")
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

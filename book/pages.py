@@ -1,0 +1,166 @@
+"""The book's pages as Sphinx reads them, made from the project's notebooks and documents as they are stored.
+
+They lie in one folder with the layout of the repository, so that links between them are right as they stand. A file of code that a page
+links to becomes a page, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import nbformat
+
+from minivllm.course.folds import is_folded, uncover_answers
+
+ROOT = Path(__file__).resolve().parent.parent
+BOOK = ROOT / "book"
+WORDS_PER_MINUTE = 200
+LINES_PER_MINUTE = 10  # of code, read and run
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)((?:#[^)\s]*)?)(?=\))")
+TERM = re.compile(r'<a id="([\w-]+)"></a>\n\*\*(.+?)\*\*: ')
+VLLM_FILE = re.compile(r"`(vllm/[\w./-]+\.\w+)`")
+SITUATION = re.compile(r'name: "([^"]+)",\s*text: "[^"]*\(Lesson (\d\d)\)"')
+LANGUAGES = {".py": "python", ".json": "json", ".c": "c", ".sh": "sh"}
+LARGEST_PAGE = 2**17  # bytes of code; a larger file can be downloaded instead
+
+
+def prepare(folder: Path) -> None:
+    """Write all pages to a folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    lessons = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    for path in [*lessons, *sorted((ROOT / "exercises").glob("*.ipynb"))]:
+        notebook = nbformat.read(path, 4)
+        if path in lessons:
+            prepare_lesson(notebook, path)
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                cell.source = link_to_pages(cell.source, path, folder)
+        write(folder, path, nbformat.writes(notebook))
+    for path in [
+        *sorted((ROOT / "docs").glob("*.md")),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    ]:
+        write(folder, path, link_to_pages(path.read_text(encoding="utf-8"), path, folder))
+    glossary = ROOT / "notebooks/glossary.md"
+    write(folder, glossary, link_to_pages(TERM.sub(r"## \2\n\n", glossary.read_text(encoding="utf-8")), glossary, folder))
+    for path in BOOK.glob("*.md"):
+        shutil.copy(path, folder)
+    write_reference(folder / "reference", lessons)
+
+
+def write(folder: Path, path: Path, text: str) -> None:
+    """Write a page to where its file is in the repository."""
+    target = folder / path.relative_to(ROOT)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+
+
+def prepare_lesson(notebook: nbformat.NotebookNode, path: Path) -> None:
+    """Fold what JupyterLab folds, leave out widgets, which have a picture beside them, and say below the title what belongs to the lesson."""
+    uncover_answers(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            if is_folded(cell):
+                cell.metadata.setdefault("tags", []).append("hide-output")
+            for output in cell.outputs:
+                output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+    notebook.cells.insert(1, nbformat.v4.new_markdown_cell(about(notebook, path)))
+
+
+def about(notebook: nbformat.NotebookNode, path: Path) -> str:
+    """How long a lesson takes, how to run it, its exercise, its situations in the playground, and the files of vLLM that it speaks of."""
+    words = sum(len(cell.source.split()) for cell in notebook.cells if cell.cell_type == "markdown")
+    lines = sum(len(cell.source.splitlines()) for cell in notebook.cells if cell.cell_type == "code")
+    minutes = 5 * math.ceil((words / WORDS_PER_MINUTE + lines / LINES_PER_MINUTE) / 5)
+    parts = [
+        f"**About {minutes} minutes** to read and run",
+        f"**Run it**: `make lab`, then `notebooks/{path.name}`",
+    ]
+    if (ROOT / "exercises" / path.name).exists():
+        parts.append(f"**[Exercise](../exercises/{path.name})**")
+    files = sorted({name for cell in notebook.cells if cell.cell_type == "markdown" for name in VLLM_FILE.findall(cell.source)})
+    if plays := situations(path.name[:2]):
+        links = ", ".join(f'<a href="../playground/index.html#{number}">{name}</a>' for number, name in plays)
+        parts.append(f"**Play** with the engine, in the browser: {links}")
+    if files:
+        parts.append("**In vLLM**: " + ", ".join(f"`{name}`" for name in files))
+    return "\n".join([":::{container} about", *(f"- {part}" for part in parts), ":::"])
+
+
+def situations(lesson: str) -> list[tuple[int, str]]:
+    """Numbers and names of the playground's situations from a lesson."""
+    found = SITUATION.findall((ROOT / "minivllm/entrypoints/playground/static/presets.js").read_text(encoding="utf-8"))
+    return [(number, name) for number, (name, number_of_lesson) in enumerate(found) if number_of_lesson == lesson]
+
+
+def link_to_pages(text: str, path: Path, folder: Path) -> str:
+    """Markdown whose links to files of code lead to pages with them, which are written now."""
+
+    def replace(match: re.Match[str]) -> str:
+        target = (path.parent / match[1]).resolve()
+        if not target.is_relative_to(ROOT) or target.suffix in (".md", ".ipynb"):
+            return match[0]
+        name = target.relative_to(ROOT)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            files = "\n".join(f"- `{file.name}`" for file in sorted(target.iterdir()))
+            (folder / name).mkdir(exist_ok=True)
+            (folder / name / "index.md").write_text(f"---\norphan: true\n---\n# {name}\n\n{files}\n", encoding="utf-8")
+            return f"{match[1]}/index.md"
+        if target.suffix not in LANGUAGES or target.stat().st_size > LARGEST_PAGE:
+            shutil.copy(target, folder / name)
+            return match[0]
+        code = f"# {name}\n\n`````{LANGUAGES[target.suffix]}\n{target.read_text(encoding='utf-8').rstrip()}\n`````\n"
+        (folder / f"{name}.md").write_text(f"---\norphan: true\n---\n{code}", encoding="utf-8")
+        return f"{match[1]}.md"
+
+    return LINK.sub(replace, text)
+
+
+def write_reference(folder: Path, lessons: list[Path]) -> None:
+    """A page for each subpackage of which lessons import something, with those classes and functions."""
+    folder.mkdir()
+    pages: dict[str, set[tuple[str, str]]] = {}
+    for path in lessons:
+        for module, name in imports(nbformat.read(path, 4)):
+            item = getattr(import_module(module), name)
+            if inspect.isclass(item) or inspect.isfunction(item):
+                package = ".".join(item.__module__.split(".")[:2])
+                pages.setdefault(package, set()).add((item.__module__, item.__name__))
+    for package, names in pages.items():
+        lines = [f"# `{package}`", "", "```{eval-rst}"]
+        for module, name in sorted(names):
+            is_class = inspect.isclass(getattr(import_module(module), name))
+            lines += [f".. auto{'class' if is_class else 'function'}:: {module}.{name}", *["   :members:"] * is_class, ""]
+        (folder / f"{package}.md").write_text("\n".join([*lines, "```", ""]), encoding="utf-8")
+    toctree = "\n".join(sorted(pages))
+    intro = "The classes and functions of the package that lessons use."
+    (folder / "index.md").write_text(
+        f"# Reference\n\n{intro}\n\n```{{toctree}}\n:maxdepth: 1\n\n{toctree}\n```\n", encoding="utf-8"
+    )
+
+
+def imports(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, str]]:
+    """Modules of the package and the names that cells import from them."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            code = "\n".join(line for line in cell.source.splitlines() if not line.lstrip().startswith(("%", "!")))
+            for node in ast.walk(ast.parse(code)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minivllm"):
+                    yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def slug(title: str) -> str:
+    """The id of a heading: that of a glossary's term, or what GitHub makes of the title."""
+    return TERM_IDS.get(title) or re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+TERM_IDS = {term: anchor for anchor, term in TERM.findall((ROOT / "notebooks/glossary.md").read_text(encoding="utf-8"))}

@@ -1,0 +1,223 @@
+"""What the playground runs: an engine on a virtual clock, made from the page's settings and the reader's code, step by step.
+
+It runs in the browser, where there are no torch, no NumPy and no sockets, and in any Python, where it is tested.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import linecache
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from minivllm.bench.workloads import WorkloadRequest, generate_requests
+from minivllm.core.block_space_manager import BlockSpaceManager
+from minivllm.core.scheduler import Scheduler
+from minivllm.engine.trace import StepRecord
+from minivllm.entrypoints.dashboard.step_view import StepView
+from minivllm.errors import MinivllmError
+from minivllm.executor.simulated import VirtualClock
+from minivllm.simulation.engine import make_simulated_engine
+
+READER = "your code"
+"""The name of the reader's code in tracebacks."""
+MOST_OVERTAKEN = 8
+"""A waiting request starves once so many that came later have finished."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The page's sliders and boxes: the engine's options, and the traffic. Lengths are means in tokens."""
+
+    num_gpu_blocks: int = 96
+    block_size: int = 16
+    num_cpu_blocks: int = 96
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+    enable_chunked_prefill: bool = False
+    enable_prefix_caching: bool = False
+    preemption_mode: str = "recompute"
+    scheduler: str = "continuous"
+    num_requests: int = 64
+    arrivals: str = "poisson"
+    arrival_rate: float = 4.0
+    distribution: str = "longtail"
+    mean_prompt_len: int = 64
+    mean_output_len: int = 64
+    num_shared_prompt_tokens: int = 0
+    seed: int = 0
+
+    def requests(self) -> list[WorkloadRequest]:
+        """The traffic. Prompt and output together take at most half of the cache, so that two find room."""
+        max_len = max(2, min(8192, self.num_gpu_blocks * self.block_size // 2))
+        names = ("num_requests", "arrivals", "arrival_rate", "distribution", "mean_prompt_len", "mean_output_len", "seed")
+        options = {name: getattr(self, name) for name in (*names, "num_shared_prompt_tokens")}
+        return list(generate_requests(**options, max_len=max_len))
+
+    def engine_options(self) -> dict[str, Any]:
+        """Arguments of `make_simulated_engine`."""
+        names = (
+            "num_gpu_blocks", "block_size", "num_cpu_blocks", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill",
+            "enable_prefix_caching", "preemption_mode", "scheduler",
+        )  # fmt: skip
+        max_model_len = 8192 if self.enable_chunked_prefill else self.max_num_batched_tokens
+        return {name: getattr(self, name) for name in names} | {"max_model_len": max_model_len}
+
+
+class ReaderError(Exception):
+    """What the reader's code raised, as a sentence and the lines that led there."""
+
+
+@dataclass
+class Session:
+    """One run: requests arrive, and the engine steps until all have ended.
+
+    Args:
+        settings: See `Settings`; what is left out has its default.
+        code: Python that defines a `Scheduler` or a `BlockSpaceManager` (or both) in place of the package's; empty for the package's own.
+
+    Raises:
+        MinivllmError: A setting is out of range; the message says which.
+        ReaderError: The code cannot be run.
+    """
+
+    settings: Settings
+    code: str = ""
+    num_steps: int = 0
+    _view: StepView = field(default_factory=StepView)
+
+    def __post_init__(self) -> None:
+        options = self.settings.engine_options() | run_reader(self.code)
+        self.clock = VirtualClock()
+        self.waiting_to_arrive = deque(enumerate(self.settings.requests()))
+        self.engine = make_simulated_engine(clock=self.clock, **options)
+        self.engine.core.snapshot_requests()
+        self._overtaken: dict[str, int] = {}
+        """Unfinished requests without a token, in order of arrival, and how many that came later have finished."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the live page's event "engine" tells."""
+        engine = self.engine
+        sizes = {
+            "num_gpu_blocks": engine.block_manager.num_gpu_blocks,
+            "max_model_len": self.settings.engine_options()["max_model_len"],
+        }
+        configs = dataclasses.asdict(engine.scheduler_config) | dataclasses.asdict(engine.core.cache_config)
+        return {"model": "", "num_engines": 1, "replica": 0, "may_kill": False} | configs | sizes
+
+    def advance(self, num_steps: int) -> dict[str, Any]:
+        """Run so many steps, or fewer if all requests have ended.
+
+        Returns:
+            `report`, as in the live page's event "steps", or None; `num_steps` and `now` so far; `done`; `starving`, sentences about
+            requests that others overtake.
+
+        Raises:
+            ReaderError: The reader's code has raised, or plans nothing although there are requests.
+        """
+        for _ in range(num_steps):
+            if not self._step():
+                break
+        return {
+            "report": self._view.report(),
+            "num_steps": self.num_steps,
+            "now": self.clock.now,
+            "done": not self.waiting_to_arrive and not self.engine.has_unfinished_requests(),
+            "starving": [
+                f"Request #{request_id} has waited for its first token while {count} that came later have finished."
+                for request_id, count in self._overtaken.items()
+                if count >= MOST_OVERTAKEN
+            ],
+        }
+
+    def _step(self) -> bool:
+        """One step of the engine; False if there is nothing left to do."""
+        if not self.engine.has_unfinished_requests():
+            if not self.waiting_to_arrive:
+                return False
+            self.clock.advance_to(self.waiting_to_arrive[0][1].arrival_time)
+        while self.waiting_to_arrive and self.waiting_to_arrive[0][1].arrival_time <= self.clock.now:
+            number, request = self.waiting_to_arrive.popleft()
+            prompt = {"prompt_token_ids": request.prompt_token_ids}
+            self.engine.add_request(str(number), prompt, request.sampling_params(), arrival_time=request.arrival_time)
+            self._overtaken[str(number)] = 0
+        try:
+            self.engine.step()
+        except Exception as error:
+            raise ReaderError(explain(error)) from error
+        self.num_steps += 1
+        assert self.engine.trace is not None
+        steps = self.engine.trace.steps
+        for step in steps:
+            self._view.take(step)
+            self._watch(step)
+        steps.clear()  # the view has what the page draws
+        return True
+
+    def _watch(self, step: StepRecord) -> None:
+        """Note who has got a first token, and who has been overtaken."""
+        for item in step.scheduled:
+            if item.num_new_tokens:
+                self._overtaken.pop(item.key.request_id, None)
+        for finish in step.finished:
+            for request_id in self._overtaken:
+                if int(request_id) > int(finish[0]):
+                    break
+                self._overtaken[request_id] += 1
+
+
+def run_reader(code: str) -> dict[str, Any]:
+    """Run the reader's code, and return the classes that it defines as arguments of `make_simulated_engine`."""
+    if not code.strip():
+        return {}
+    linecache.cache[READER] = (len(code), None, code.splitlines(keepends=True), READER)  # so that tracebacks show its lines
+    module = ModuleType("reader")
+    try:
+        exec(compile(code, READER, "exec"), vars(module))
+    except Exception as error:
+        raise ReaderError(explain(error)) from error
+    found = {}
+    for argument, base in (("scheduler", Scheduler), ("block_space_manager_cls", BlockSpaceManager)):
+        own = vars(module).get(base.__name__)
+        if isinstance(own, type) and own.__module__ == "reader":
+            found[argument] = own
+    if not found:
+        raise ReaderError("The code defines neither a class Scheduler nor a class BlockSpaceManager, so there is nothing to run.")
+    return found
+
+
+def explain(error: Exception) -> str:
+    """What happened, and where in the reader's code."""
+    if isinstance(error, SyntaxError) and error.filename == READER:
+        return f"Line {error.lineno}: {error.msg}."
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    lines = [
+        f"line {frame.lineno}, in {frame.name}: {frame.line}"
+        for frame in traceback.extract_tb(cause.__traceback__)
+        if frame.filename == READER
+    ]
+    text = str(cause) if isinstance(cause, MinivllmError) else f"{type(cause).__name__}: {cause}"
+    return "\n".join([text, *reversed(lines)])
+
+
+_session: Session | None = None
+
+
+def call(message: str) -> str:
+    """What the page's worker calls, with JSON in and out: `{"begin": settings, "code": code}` or `{"advance": num_steps}`."""
+    global _session
+    request = json.loads(message)
+    try:
+        if "begin" in request:
+            _session = Session(Settings(**request["begin"]), request.get("code", ""))
+            return json.dumps({"engine": _session.describe()})
+        assert _session is not None
+        return json.dumps(_session.advance(request["advance"]))
+    except (MinivllmError, ReaderError) as error:
+        return json.dumps({"error": str(error)})

@@ -1,0 +1,111 @@
+"""The book as `make book` has built it: no broken link, no page that is too large, nothing that a screen reader stumbles over.
+
+Skipped where it has not been built. That Sphinx warns of nothing is checked by building it.
+"""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import nbformat
+import pytest
+from browser import SCREENSHOTS, needs_chromium, open_browser
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "out/book/html"
+AXE = ROOT / "book/node_modules/axe-core/axe.min.js"
+LESSONS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+LOOKED_AT = ("index", f"notebooks/{LESSONS[6]}", "notebooks/glossary", "docs/using", "reference/minivllm.core", "search")
+MIB = 2**20
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (SITE / "index.html").exists(), reason="the book is not built: `make book`"),
+]
+
+
+class Page(HTMLParser):
+    """The links and the ids of a page."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.sources, self.ids = set(), set(), set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.ids.update(filter(None, (attributes.get("id"), attributes.get("name"))))
+        if tag == "a" and attributes.get("href"):
+            self.links.add(attributes["href"])
+        if source := attributes.get("src"):
+            self.sources.add(source)
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return {path: Page(path) for path in SITE.rglob("*.html") if "_static" not in path.parts}
+
+
+def test_no_link_is_broken_and_nothing_is_fetched_from_elsewhere(pages):
+    assert len(pages) > 100
+    broken, num_inside = [], 0
+    for path, page in pages.items():
+        for link in page.links | page.sources:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                if link in page.sources and parts.scheme != "data":
+                    broken.append((path.name, link))
+                continue
+            num_inside += 1
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            fragment = unquote(parts.fragment)
+            is_there = target.exists() and (
+                target not in pages or not fragment or fragment in pages[target].ids or "playground" in target.parts
+            )
+            if not is_there:
+                broken.append((path.relative_to(SITE).as_posix(), link))
+    assert num_inside > 1000
+    assert not broken
+
+
+def test_the_whole_site_is_small_and_so_is_each_lesson(pages):
+    assert sum(path.stat().st_size for path in SITE.rglob("*") if path.is_file()) < 40e6
+    for name in LESSONS:
+        path = SITE / f"notebooks/{name}.html"
+        images = {(path.parent / source).resolve() for source in pages[path].sources if source.endswith((".png", ".svg", ".gif"))}
+        assert sum(file.stat().st_size for file in (path, *images)) < 2e6, name
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_has_all_its_figures_its_folds_and_what_belongs_to_it(name):
+    text = (SITE / f"notebooks/{name}.html").read_text(encoding="utf-8")
+    cells = nbformat.read(ROOT / f"notebooks/{name}.ipynb", 4).cells
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    figures = [output for output in outputs if {"image/png", "image/svg+xml"} & output.get("data", {}).keys()]
+    assert len(re.findall(r'<img alt="[^"]*" src="\.\./_images|<svg', text)) >= len(figures)
+    folded = [cell for cell in cells if cell.get("metadata", {}).get("jupyter", {}).get("outputs_hidden")]
+    assert text.count("Show the output") == sum(
+        any(output.get("data") or "text" in output for output in cell.outputs) for cell in folded
+    )
+    assert "to read and run" in text
+    assert (f'href="../exercises/{name}.html"' in text) == (ROOT / f"exercises/{name}.ipynb").exists()
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_screen_reader_and_a_narrow_window_find_no_serious_fault(scheme):
+    faults = []
+    with open_browser() as browser:
+        page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme=scheme)
+        for name in LOOKED_AT:
+            page.goto((SITE / f"{name}.html").as_uri())
+            assert page.evaluate("() => document.documentElement.scrollWidth") <= 390, name
+            page.add_script_tag(path=AXE)
+            for violation in page.evaluate("async () => (await axe.run()).violations"):
+                if violation["impact"] in ("serious", "critical"):
+                    faults.append((name, violation["id"], violation["nodes"][0]["html"][:200], len(violation["nodes"])))
+            SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+            page.screenshot(path=SCREENSHOTS / f"book_{name.replace('/', '_')}_{scheme}.png")
+    assert not faults

@@ -1,0 +1,144 @@
+"""What the playground runs, in this Python: the engine on a virtual clock, and the reader's code in place of its classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minivllm.entrypoints.cli.main import main
+from minivllm.entrypoints.playground import session as session_module
+from minivllm.entrypoints.playground.server import make_server
+from minivllm.entrypoints.playground.session import ReaderError, Session, Settings
+from minivllm.entrypoints.playground.site import PACKAGE, PARTS, STATIC, make_page
+from minivllm.errors import ConfigError
+from minivllm.simulation.engine import simulate
+
+BASE = "from minivllm.core.scheduler import Scheduler as Base\n\n\nclass Scheduler(Base):\n"
+LATE_FOR_3 = f"""{BASE}
+    def _admit(self, output):
+        kept = [seq for request in self.requests.values() for seq in request.sequences if request.request_id == "3"]
+        kept = [seq for seq in kept if seq.num_output_tokens == 0 and seq.num_computed_tokens == 0]
+        for seq in kept:
+            self.waiting.remove(seq)
+        super()._admit(output)
+        for seq in kept:
+            self.waiting.add(seq)
+"""
+
+
+def run(session, steps_at_a_time=16):
+    """All answers until everything has ended."""
+    answers = []
+    while not (answers and answers[-1]["done"]):
+        answers.append(session.advance(steps_at_a_time))
+    return answers
+
+
+@pytest.mark.parametrize("options", [{}, {"preemption_mode": "swap", "num_gpu_blocks": 40, "arrivals": "at-once"}])
+@pytest.mark.parametrize("steps_at_a_time", [1, 64])
+def test_a_session_makes_the_steps_of_the_simulator(options, steps_at_a_time):
+    settings = Settings(num_requests=24, **options)
+    expected = simulate(settings.requests(), **settings.engine_options())
+    answers = run(Session(settings), steps_at_a_time)
+    assert answers[-1]["num_steps"] == len(expected.trace)
+    assert answers[-1]["now"] == pytest.approx(expected.trace[-1].end)
+    assert sum(happening["what"] == "ended" for a in answers if a["report"] for happening in a["report"]["happenings"]) == 24
+    assert not any(answer["starving"] for answer in answers)
+
+
+def test_a_report_names_every_sequence_that_holds_blocks():
+    session = Session(Settings(arrivals="at-once", num_requests=16, num_gpu_blocks=512))
+    report = session.advance(2)["report"]
+    assert [sequence["number"] for sequence in report["sequences"]] == list(range(16))
+    held = [block for sequence in report["sequences"] for block in sequence["blocks"]]
+    assert len(held) == len(set(held)) == 512 - report["num_free_blocks"]
+
+
+def test_the_readers_scheduler_runs_and_who_it_starves_is_named():
+    said = {sentence for answer in run_until_stuck(Session(Settings(), LATE_FOR_3)) for sentence in answer["starving"]}
+    assert said
+    assert all(sentence.startswith("Request #3 has waited for its first token while ") for sentence in said)
+
+
+def run_until_stuck(session):
+    with pytest.raises(ReaderError, match="1 request is unfinished"):
+        while True:
+            yield session.advance(16)
+
+
+def test_the_readers_block_manager_runs():
+    code = (PACKAGE / "core/block_space_manager.py").read_text()
+    assert "        self.watermark_blocks = int(watermark * num_gpu_blocks)" in code
+    session = Session(Settings(), code.replace("int(watermark * num_gpu_blocks)", "num_gpu_blocks // 2"))
+    assert session.engine.block_manager.watermark_blocks == 48
+    assert type(session.engine.block_manager).__module__ == "reader"
+    assert run(session)[-1]["done"]
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        ("x = 1", "The code defines neither a class Scheduler nor a class BlockSpaceManager, so there is nothing to run."),
+        ("from minivllm.core.scheduler import Scheduler", "The code defines neither"),
+        ("class Scheduler(:", "Line 1: invalid syntax."),
+        ("import torch_of_my_own", "ModuleNotFoundError: No module named 'torch_of_my_own'\nline 1, in <module>: import torch"),
+        (
+            f"{BASE}    def schedule(self):\n        return self.nothing",
+            "no attribute 'nothing'\nline 6, in schedule: return self.nothing",
+        ),
+        (f"{BASE}    def schedule(self):\n        return None", "Error"),
+    ],
+)
+def test_code_that_cannot_run_is_told_with_its_line(code, sentence):
+    with pytest.raises(ReaderError, match=re.escape(sentence)):
+        Session(Settings(), code).advance(10)
+
+
+def test_settings_out_of_range_are_told_in_a_sentence():
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        Session(Settings(max_num_seqs=0))
+
+
+def test_calls_are_json_in_and_out():
+    begun = json.loads(session_module.call(json.dumps({"begin": {"num_gpu_blocks": 64}, "code": ""})))
+    assert begun["engine"]["num_gpu_blocks"] == 64
+    assert json.loads(session_module.call('{"advance": 3}'))["num_steps"] == 3
+    assert "block_size" in json.loads(session_module.call('{"begin": {"block_size": 0}, "code": ""}'))["error"]
+
+
+def test_the_page_begins_with_the_same_settings():
+    found = re.search(r"DEFAULTS = (\{.*?\});", (STATIC / "presets.js").read_text(), flags=re.DOTALL)[1]
+    shown = json.loads(re.sub(r",\s*\}", "}", re.sub(r"(\w+):", r'"\1":', found)))
+    settings = dataclasses.asdict(Settings())
+    assert shown == {name: settings[name] for name in shown}
+    assert settings.keys() - shown.keys() == {"num_cpu_blocks"}
+    page = make_page()
+    for name in shown:
+        assert page.count(f'name="{name}"') == 1
+
+
+def test_the_package_in_the_browser_has_all_that_a_session_imports():
+    files = {path for part in PARTS for path in PACKAGE.glob(part)}
+    code = (
+        "import sys; from minivllm.entrypoints.playground import session; session.Session(session.Settings()).advance(5);"
+        "print(*(module.__file__ for name, module in sys.modules.items() if name.split('.')[0] == 'minivllm'), sep='\\n')"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    imported = {Path(line) for line in printed.splitlines()}
+    assert len(imported) > 30
+    assert imported <= files
+
+
+def test_a_folder_without_a_playground_and_a_port_in_use_are_told(tmp_path, capsys):
+    assert main(["course", "play", "--folder", str(tmp_path)]) == 2
+    assert f"There is no playground in {tmp_path}: run `make book`" in capsys.readouterr().err
+    (tmp_path / "files.json").write_text("[]")
+    with make_server(tmp_path, 0) as server:
+        assert main(["course", "play", "--folder", str(tmp_path), "--port", str(server.server_port)]) == 2
+    assert f"Port {server.server_port} cannot be used" in capsys.readouterr().err
