@@ -1,6 +1,6 @@
 """The playground in headless Chromium on this machine, offline: until its first step is drawn, frames a second while 64 sequences play, and a step.
 
-    make book && python benchmarks/playground.py --json playground.json
+make book && python benchmarks/playground.py --json playground.json
 """
 
 from __future__ import annotations
