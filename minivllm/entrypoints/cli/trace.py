@@ -1,4 +1,4 @@
-"""`minivllm trace show FILE` draws a saved trace, `minivllm trace --to chrome FILE` exports it."""
+"""`minivllm trace show FILE` draws a saved trace, `minivllm trace diff FILE FILE` compares two, `minivllm trace --to chrome FILE` exports one."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minivllm.bench.report import quantity
+from minivllm.bench.trace_diff import diff_traces, to_page
 from minivllm.bench.trace_summary import summarize_trace
 from minivllm.engine.trace import EngineTrace
 from minivllm.entrypoints.cli.options import add_command, add_option, check_writable
 from minivllm.errors import ConfigError
 
-_COMMANDS = ("show", "export")
+_COMMANDS = ("show", "export", "diff")
 
 
 def add_trace_commands(commands) -> None:  # noqa: ANN001
-    """Register both commands."""
+    """Register the commands."""
     summary = "draw all figures of a saved trace and print its numbers"
     show = add_command(commands, "show", run_trace_show, summary, "minivllm trace show trace.json")
     add_option(show, "--output FOLDER", Path, "where the figures go (default: out/NAME)")
@@ -28,6 +29,10 @@ def add_trace_commands(commands) -> None:  # noqa: ANN001
     )  # fmt: skip
     add_option(export, "--to", "chrome", "format", choices=("chrome",))
     add_option(export, "--output FILE", Path, "where it goes (default: next to the trace, as NAME.chrome.json)")
+    summary = "compare two saved traces of the same requests: numbers, and the first step that differs"
+    diff = add_command(commands, "diff", run_trace_diff, summary, "minivllm trace diff a.json b.json --html diff.html")
+    diff.add_argument("files", type=Path, nargs=2, metavar="FILE", help="a file that --save-trace wrote")
+    add_option(diff, "--html FILE", Path, "also write them as a page, with the requests of both as bars")
     for command in (show, export):
         command.add_argument("file", type=Path, metavar="FILE", help="a file that --save-trace wrote")
 
@@ -38,6 +43,20 @@ def with_trace_command(argv: Sequence[str]) -> list[str]:
     if words[:1] == ["trace"] and len(words) > 1 and words[1] not in (*_COMMANDS, "-h", "--help"):
         words.insert(1, "export" if any(word.split("=")[0] == "--to" for word in words) else "show")
     return words
+
+
+def run_trace_diff(arguments: argparse.Namespace) -> int:
+    """Print how two traces differ, and write it as a page if asked."""
+    if arguments.html is not None:
+        check_writable(arguments.html)
+    first, second = (_load(file) for file in arguments.files)
+    names = (_name(arguments.files[0]), _name(arguments.files[1]))
+    diff = diff_traces(names if names[0] != names[1] else (str(arguments.files[0]), str(arguments.files[1])), (first, second))
+    print(diff)
+    if arguments.html is not None:
+        arguments.html.write_text(to_page(diff, f"{diff.names[0]} and {diff.names[1]}"), encoding="utf-8")
+        print(f"\nAs a page: {arguments.html}")
+    return 0
 
 
 def run_trace_show(arguments: argparse.Namespace) -> int:

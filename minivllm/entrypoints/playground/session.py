@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from minivllm.bench.trace_diff import diff_traces, to_html, to_page
 from minivllm.bench.workloads import WorkloadRequest, generate_requests
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
@@ -21,7 +22,7 @@ from minivllm.engine.trace import StepRecord
 from minivllm.entrypoints.dashboard.step_view import StepView
 from minivllm.errors import MinivllmError
 from minivllm.executor.simulated import VirtualClock
-from minivllm.simulation.engine import make_simulated_engine
+from minivllm.simulation.engine import make_simulated_engine, simulate
 
 READER = "your code"
 """The name of the reader's code in tracebacks."""
@@ -206,17 +207,39 @@ def explain(error: Exception) -> str:
     return "\n".join([text, *reversed(lines)])
 
 
+def race(runs: list[dict[str, Any]]) -> dict[str, str]:
+    """Two runs to their ends, compared: `html`, to be put into a page, and `page`, to be saved."""
+    traces = []
+    for run in runs:
+        settings = Settings(**run["settings"])
+        options = settings.engine_options() | run_reader(run["code"])
+        try:
+            traces.append(simulate(settings.requests(), **options).trace)
+        except MinivllmError:
+            raise
+        except Exception as error:
+            raise ReaderError(f"{run['name']}: {explain(error)}") from error
+    first, second = traces
+    assert first is not None and second is not None
+    diff = diff_traces((runs[0]["name"], runs[1]["name"]), (first, second))
+    return {"html": to_html(diff), "page": to_page(diff, "A race of two schedulers")}
+
+
 _session: Session | None = None
 
 
 def call(message: str) -> str:
-    """What the page's worker calls, with JSON in and out: `{"begin": settings, "code": code}` or `{"advance": num_steps}`."""
+    """What the page's worker calls, with JSON in and out: `{"begin": settings, "code": code}`, `{"advance": num_steps}`, or
+    `{"race": [{"name": name, "settings": settings, "code": code}, …]}` of two.
+    """
     global _session
     request = json.loads(message)
     try:
         if "begin" in request:
             _session = Session(Settings(**request["begin"]), request.get("code", ""))
             return json.dumps({"engine": _session.describe()})
+        if "race" in request:
+            return json.dumps(race(request["race"]))
         assert _session is not None
         return json.dumps(_session.advance(request["advance"]))
     except (MinivllmError, ReaderError) as error:

@@ -5,7 +5,7 @@ import { BlockMap } from "./block_map.js";
 import { Curves } from "./curves.js";
 import { makeEditor } from "./editor.js";
 import { DEFAULTS, PRESETS } from "./presets.js";
-import { Python } from "./python.js";
+import { LONGEST_RACE, Python } from "./python.js";
 import { LiveState } from "./state.js";
 import { onThemeChange } from "./palette.js";
 import { Queues } from "./queues.js";
@@ -200,6 +200,48 @@ for (const button of document.querySelectorAll("[data-code]")) {
     editor.setCode(name ? await (await fetch(`code/${name}.py`)).text() : "");
   });
 }
+
+// -- a race --------------------------------------------------------------------------------------------------------------------------
+
+let kept = null;
+let racePage = "";
+
+/** The run as it is set now. Its name says what it is. */
+function thisRun(letter) {
+  const settings = readSettings();
+  const own = editor.getCode().trim() ? ", your code" : "";
+  const more = [settings.enable_chunked_prefill && "chunked prefill", settings.enable_prefix_caching && "prefix caching"].filter(Boolean);
+  return { name: `${letter}: ${[settings.scheduler, ...more].join(", ")}${own}`, settings, code: editor.getCode() };
+}
+
+find("keep").addEventListener("click", () => {
+  kept = thisRun("A");
+  find("race").disabled = false;
+  find("race").title = `Against ${kept.name}`;
+  tell("This run is kept as A. Change settings or code, and press “Race against it”.");
+});
+find("race").addEventListener("click", async () => {
+  editor.settle();
+  setPlaying(false);
+  await lane;
+  try {
+    const { html, page } = await python.call({ race: [kept, thisRun("B")] }, LONGEST_RACE);
+    racePage = page;
+    find("race-html").innerHTML = html;
+    find("race-result").hidden = false;
+    find("race-result").scrollIntoView({ block: "nearest" });
+    tell(null);
+  } catch (error) {
+    tell(error.message);
+  }
+});
+find("race-save").addEventListener("click", () => {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([racePage], { type: "text/html" }));
+  link.download = "race.html";
+  link.click();
+  URL.revokeObjectURL(link.href);
+});
 
 // -- a link ---------------------------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 /** Seconds that a call may take. Loading Python takes some more. */
 const LONGEST_CALL = 4;
+/** Those of one that runs to the end. */
+export const LONGEST_RACE = 30;
 const LONGEST_LOADING = 60;
 
 export class Python {
@@ -11,12 +13,12 @@ export class Python {
   #isLoaded = false;
 
   /** Call Python with an object, and get its answer. Rejects with an Error whose message is a sentence. */
-  call(message) {
+  call(message, longest = LONGEST_CALL) {
     if (this.#worker === null) this.#start();
     const id = this.#next;
     this.#next += 1;
     return new Promise((resolve, reject) => {
-      const seconds = this.#isLoaded ? LONGEST_CALL : LONGEST_LOADING;
+      const seconds = this.#isLoaded ? longest : LONGEST_LOADING + longest;
       const timer = setTimeout(() => this.#stop(seconds), 1000 * seconds);
       this.#calls.set(id, { resolve, reject, timer });
       this.#worker.postMessage({ id, message: JSON.stringify(message) });
