@@ -61,15 +61,16 @@ def check_products(generator: torch.Generator) -> None:
 
 
 def check_prefill(head_dim: int, num_kv_heads: int, group: int, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """A prompt, and a chunk behind 100 cached tokens."""
+    """A prompt, and a chunk behind 100 cached tokens; with a window, too."""
     new, lengths = [70, 30], [70, 130]
     query = torch.randn(sum(new), num_kv_heads * group, head_dim, generator=generator).to(dtype)
     keys, values = (torch.randn(12, 24, num_kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
     tables = torch.stack([torch.randperm(12, generator=generator)[:6] for _ in new]).int()
     rest = tables, torch.tensor(lengths).int(), torch.tensor([0, *new]).cumsum(0).int(), head_dim**-0.5
-    ours = cpu.paged_prefill_attention(query, keys, values, *rest)
-    theirs = reference.paged_prefill_attention(query.double(), keys.double(), values.double(), *rest)
-    assert ((ours - theirs).abs() <= ATTENTION_TOLERANCE[dtype] * (theirs.abs() + 1)).all(), (head_dim, dtype)
+    for window in (0, 37):
+        ours = cpu.paged_prefill_attention(query, keys, values, *rest, window)
+        theirs = reference.paged_prefill_attention(query.double(), keys.double(), values.double(), *rest, window)
+        assert ((ours - theirs).abs() <= ATTENTION_TOLERANCE[dtype] * (theirs.abs() + 1)).all(), (head_dim, dtype, window)
 
 
 def check_decode(head_dim: int, num_kv_heads: int, group: int, dtype: torch.dtype, generator: torch.Generator) -> None:
