@@ -142,3 +142,18 @@ def test_a_folder_without_a_playground_and_a_port_in_use_are_told(tmp_path, caps
     with make_server(tmp_path, 0) as server:
         assert main(["course", "play", "--folder", str(tmp_path), "--port", str(server.server_port)]) == 2
     assert f"Port {server.server_port} cannot be used" in capsys.readouterr().err
+
+
+def test_a_race_compares_two_runs_of_the_same_requests():
+    runs = [
+        {"name": "A: static", "settings": {"scheduler": "static", "arrivals": "at-once"}, "code": ""},
+        {"name": "B: <own>", "settings": {"arrivals": "at-once"}, "code": f"{BASE}    pass\n"},
+    ]
+    answer = json.loads(session_module.call(json.dumps({"race": runs})))
+    assert "The first step that differs is step" in answer["html"] and "B: &lt;own&gt;" in answer["html"]
+    assert answer["page"].startswith("<!doctype html>") and answer["html"] in answer["page"]
+    assert len(re.findall("<rect ", answer["html"])) == 2 * 3 * 64, "each request waits, is prefilled and decodes"
+    same = json.loads(session_module.call(json.dumps({"race": [runs[0], runs[0]]})))
+    assert "Both runs have the same steps." in same["html"]
+    runs[1]["code"] = f"{BASE}    def schedule(self):\n        return self.nothing\n"
+    assert json.loads(session_module.call(json.dumps({"race": runs})))["error"].startswith("B: <own>: AttributeError")

@@ -1,0 +1,78 @@
+"""Two traces side by side: numbers that are those of their summaries, the first step that differs, and a page."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from minivllm.bench.trace_diff import diff_traces, plan, to_page, to_svg
+from minivllm.bench.trace_summary import summarize_trace
+from minivllm.bench.workloads import generate_requests
+from minivllm.entrypoints.cli.main import main
+from minivllm.simulation.engine import simulate
+
+
+def run(num_requests=20, seed=0, **options):
+    return simulate(list(generate_requests(num_requests, arrival_rate=5.0, seed=seed)), num_gpu_blocks=40, **options).trace
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return run(), run(preemption_mode="swap", num_cpu_blocks=40)
+
+
+def test_the_first_step_that_differs_is_found_and_told(traces):
+    diff = diff_traces(("recompute", "swap"), traces)
+    plans = [[plan(step) for step in trace] for trace in traces]
+    assert plans[0][: diff.step] == plans[1][: diff.step]
+    assert plans[0][diff.step] != plans[1][diff.step]
+    assert f"The first step that differs is step {diff.step}. recompute: " in str(diff)
+
+
+def test_the_numbers_are_those_of_the_summaries(traces):
+    rows = {name: values for name, *values in diff_traces(("a", "b"), traces).rows}
+    for place, trace in enumerate(traces):
+        summary = summarize_trace(trace)
+        assert rows["output tokens/s"][place] == f"{summary.output_tokens_per_second:.0f}"
+        assert rows["TTFT p99"][place] == f"{1000 * summary.ttft.p99:.0f} ms"
+        assert rows["steps"][place] == str(len(trace))
+    assert rows["preemptions"] != ["0", "0"]
+    assert "requests" not in rows
+
+
+def test_runs_that_are_the_same_have_no_such_step_and_one_that_ends_earlier_says_so(traces):
+    assert diff_traces(("a", "b"), (traces[0], traces[0])).step is None
+    shorter = run(num_requests=19)
+    longer = run(num_requests=20)
+    diff = diff_traces(("a", "b"), (shorter, longer))
+    assert diff.step is not None and {name: values for name, *values in diff.rows}["requests"] == [
+        "19, others",
+        "20, others",
+    ]
+    empty = simulate(list(generate_requests(1)), num_gpu_blocks=40).trace
+    empty.steps.clear()
+    assert "a: it has ended" in str(diff_traces(("a", "b"), (empty, shorter)))
+
+
+def test_the_page_is_whole_and_names_are_text(traces):
+    diff = diff_traces(("a & b", "<script>"), traces)
+    page = to_page(diff, "x < y")
+    assert "<script>" not in page and "x &lt; y" in page and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    picture = ElementTree.fromstring(to_svg(diff))
+    bars = [bar for bar in picture.iter() if bar.tag.endswith("rect")]
+    assert len(bars) == 2 * 3 * 20
+    assert all(float(bar.get("x")) >= 44 and float(bar.get("x")) + float(bar.get("width")) <= 871 for bar in bars)
+
+
+def test_the_command_prints_the_difference_and_writes_the_page(traces, tmp_path, capsys):
+    for name, trace in zip(("one", "two"), traces, strict=True):
+        trace.save(tmp_path / f"{name}.json")
+    files = [str(tmp_path / "one.json"), str(tmp_path / "two.json")]
+    assert main(["trace", "diff", *files, "--html", str(tmp_path / "diff.html")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^output tokens/s +\d+ +\d+$", printed, flags=re.MULTILINE) and "The first step that differs" in printed
+    assert (tmp_path / "diff.html").read_text().startswith("<!doctype html>")
+    assert main(["trace", "diff", *files, "--html", str(tmp_path / "nowhere/diff.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
