@@ -32,7 +32,6 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from minivllm.course.exercises import make_exercise
 from minivllm.course.folds import cover_answers, is_folded
 from minivllm.course.last_cell import renew_last_cell
-from minivllm.course.pages import export_pages
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 LESSONS = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
@@ -164,26 +163,6 @@ def test_a_click_unfolds_an_answer_and_shows_nothing_but_it(open_notebook):
     outputs = page.locator(".jp-Notebook .jp-OutputArea").first
     outputs.get_by_text("the answer").wait_for(state="visible")
     assert outputs.inner_text().strip() == "the answer"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", LESSONS)
-def test_a_page_shows_an_answer_when_it_is_asked_for(browser, name, tmp_path_factory):
-    folder = tmp_path_factory.getbasetemp() / "pages"
-    if not folder.exists():
-        export_pages(ROOT / "notebooks", folder)
-    page = browser.new_page(viewport={"width": 1280, "height": 1000})
-    page.route("**/*", lambda route: route.continue_() if route.request.url.startswith("file:") else route.abort())
-    page.goto((folder / f"{name}.html").as_uri(), wait_until="domcontentloaded")
-    folds = page.locator("details.folded-output")
-    assert folds.count() == len([cell for cell in hidden_cells(name) if cell.outputs])
-    assert not any(fold.locator(".jp-OutputArea").first.is_visible() for fold in folds.all())
-    folds.first.scroll_into_view_if_needed()
-    screenshot(page, f"{name}_page")
-    folds.first.locator("summary").click()
-    assert folds.first.locator(".jp-OutputArea").first.is_visible()
-    screenshot(page, f"{name}_page_unfolded")
-    page.close()
 
 
 # Where links lead

@@ -109,3 +109,16 @@ def test_a_screen_reader_and_a_narrow_window_find_no_serious_fault(scheme):
             SCREENSHOTS.mkdir(parents=True, exist_ok=True)
             page.screenshot(path=SCREENSHOTS / f"book_{name.replace('/', '_')}_{scheme}.png")
     assert not faults
+
+
+@needs_chromium
+def test_an_answer_is_shown_when_it_is_asked_for():
+    with open_browser() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        for name in LESSONS:
+            page.goto((SITE / f"notebooks/{name}.html").as_uri(), wait_until="domcontentloaded")
+            folds = page.locator("div.cell details.hide")
+            assert folds.count() > 0
+            assert not any(fold.locator(".cell_output").first.is_visible() for fold in folds.all())
+            folds.first.locator("summary").click()
+            assert folds.first.locator(".cell_output").first.is_visible()
