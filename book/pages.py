@@ -18,6 +18,7 @@ from pathlib import Path
 import nbformat
 
 from minivllm.course.folds import is_folded, uncover_answers
+from minivllm.entrypoints.playground.exercise import LESSONS
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ROOT / "book"
@@ -85,7 +86,10 @@ def about(notebook: nbformat.NotebookNode, path: Path) -> str:
         f"**Run it**: `make lab`, then `notebooks/{path.name}`",
     ]
     if (ROOT / "exercises" / path.name).exists():
-        parts.append(f"**[Exercise](../exercises/{path.name})**")
+        browser = (
+            f' (<a href="../playground/exercise.html#{path.name[:2]}">in the browser</a>)' if path.name[:2] in LESSONS else ""
+        )
+        parts.append(f"**[Exercise](../exercises/{path.name})**{browser}")
     files = sorted({name for cell in notebook.cells if cell.cell_type == "markdown" for name in VLLM_FILE.findall(cell.source)})
     if plays := situations(path.name[:2]):
         links = ", ".join(f'<a href="../playground/index.html#{number}">{name}</a>' for number, name in plays)

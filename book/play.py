@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from pages import BOOK
+import nbformat
+from markdown_it import MarkdownIt
+from pages import BOOK, ROOT
 
+from minivllm.entrypoints.playground.exercise import LESSONS, MODEL
 from minivllm.entrypoints.playground.site import assemble
+
+CHECK = re.compile(r'with check\("([^"]+)"')
 
 WASM_PYTHON = ["--platform", "pyemscripten_2026_0_wasm32", "--python-version", "3.14", "--implementation", "cp", "--abi", "cp314"]
 """That of the pinned Pyodide."""
@@ -33,6 +41,7 @@ def build_playground(folder: Path, scratch: Path) -> None:
         raise SystemExit("npm was not found, and the playground needs Pyodide and CodeMirror from it: install Node.js.") from None
     wheels = [fetch_wheel("msgspec", scratch, WASM_PYTHON), fetch_wheel("tqdm", scratch, [])]
     assemble(folder, packages / "pyodide", bundle, wheels)
+    write_exercises(folder)
 
 
 def fetch_wheel(package: str, folder: Path, options: list[str]) -> Path:
@@ -42,3 +51,37 @@ def fetch_wheel(package: str, folder: Path, options: list[str]) -> Path:
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(folder)]
         subprocess.run([*pip, *options, f"{package}=={version(package)}"], check=True)
     return next(folder.glob(pattern))
+
+
+def write_exercises(folder: Path) -> None:
+    """The exercises that can be done in the browser, as JSON: texts as HTML, cells to write, checks with their points."""
+    markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
+    for number in LESSONS:
+        (path,) = (ROOT / "exercises").glob(f"{number}_*.ipynb")
+        cells, title = [], ""
+        for cell in nbformat.read(path, 4).cells:
+            if cell.cell_type == "markdown":
+                title = title or cell.source.split("\n")[0].removeprefix("# ")
+                cells.append({"kind": "text", "html": markdown.render(link_to_site(cell.source))})
+            elif "show_results(" not in cell.source:
+                cells.append(describe_cell(cell))
+        content = json.dumps(
+            {"title": title, "cells": [cell for cell in cells if not (cell["kind"] == "given" and cell["needs_model"])]}
+        )
+        (folder / f"exercise_{number}.json").write_text(content, encoding="utf-8")
+
+
+def describe_cell(cell: nbformat.NotebookNode) -> dict[str, Any]:
+    """A cell of code: what is given, what is to be written, or a check."""
+    grader = cell.metadata.get("nbgrader", {})
+    found: dict[str, Any] = {"kind": "given", "name": cell.id, "source": cell.source, "needs_model": MODEL in cell.source}
+    if grader.get("grade"):
+        found |= {"kind": "check", "points": grader["points"], "title": CHECK.search(cell.source)[1]}
+    elif grader.get("solution"):
+        found["kind"] = "answer"
+    return found
+
+
+def link_to_site(text: str) -> str:
+    """Markdown whose links lead to the book's pages."""
+    return re.sub(r"(?<=\]\()([\w./-]+)\.(?:md|ipynb)(?=[#)])", r"\1.html", text)

@@ -229,8 +229,8 @@ _session: Session | None = None
 
 
 def call(message: str) -> str:
-    """What the page's worker calls, with JSON in and out: `{"begin": settings, "code": code}`, `{"advance": num_steps}`, or
-    `{"race": [{"name": name, "settings": settings, "code": code}, …]}` of two.
+    """What the page's worker calls, with JSON in and out: `{"begin": settings, "code": code}`, `{"advance": num_steps}`,
+    `{"race": [{"name": name, "settings": settings, "code": code}, …]}` of two, or `{"check": [[name, source], …]}`, cells and a check.
     """
     global _session
     request = json.loads(message)
@@ -238,6 +238,10 @@ def call(message: str) -> str:
         if "begin" in request:
             _session = Session(Settings(**request["begin"]), request.get("code", ""))
             return json.dumps({"engine": _session.describe()})
+        if "check" in request:
+            from minivllm.entrypoints.playground.exercise import run_check
+
+            return json.dumps(run_check(request["check"]))
         if "race" in request:
             return json.dumps(race(request["race"]))
         assert _session is not None

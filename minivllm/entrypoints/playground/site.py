@@ -15,7 +15,8 @@ DRAWING = ("batch.js", "block_map.js", "curves.js", "palette.js", "queues.js", "
 """Files of the live page that the playground uses as they are."""
 PARTS = ("*.py", "bench/*.py", "core/*.py", "data_parallel/*.py", "engine/*.py", "executor/*.py", "simulation/*.py", "distributed/*.py",
          "entrypoints/__init__.py", "entrypoints/dashboard/__init__.py", "entrypoints/dashboard/step_view.py", "entrypoints/playground/*.py",
-         "models/__init__.py", "worker/__init__.py", "kernels/__init__.py", "layers/__init__.py")  # fmt: skip
+         "course/*.py", "course/lessons/*.py", "course/lessons/lesson_04/*.py", "course/lessons/lesson_07/*.py", "course/lessons/lesson_10/*.py",
+         "course/grading/*.py", "viz/__init__.py", "models/__init__.py", "worker/__init__.py", "kernels/__init__.py", "layers/__init__.py")  # fmt: skip
 """The package's files that the simulated engine imports, with those around them."""
 EDITABLE = {"scheduler": "core/scheduler.py", "block_space_manager": "core/block_space_manager.py"}
 """What the reader can begin to edit."""
@@ -32,7 +33,13 @@ def assemble(folder: Path, pyodide: Path, editor: Path, wheels: list[Path]) -> N
     """
     (folder / "pyodide").mkdir(parents=True, exist_ok=True)
     (folder / "code").mkdir(exist_ok=True)
-    for path in [*(LIVE_PAGE / name for name in DRAWING), *STATIC.glob("*.js"), *STATIC.glob("*.css"), *wheels]:
+    for path in [
+        *(LIVE_PAGE / name for name in DRAWING),
+        *STATIC.glob("*.js"),
+        *STATIC.glob("*.css"),
+        STATIC / "exercise.html",
+        *wheels,
+    ]:
         shutil.copy(path, folder)
     shutil.copy(editor, folder / "codemirror.js")
     for name in ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip"):

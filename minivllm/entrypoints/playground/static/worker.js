@@ -13,7 +13,9 @@ import sys, types
 sys.path.insert(0, "${FOLDER}")
 for name in ("zmq", "psutil"):  # the package imports them, and nothing that runs here uses them
     sys.modules[name] = types.ModuleType(name)
+from minivllm.entrypoints.playground.exercise import prepare
 from minivllm.entrypoints.playground.session import call
+prepare()
 `);
   return python.globals.get("call");
 })();
