@@ -68,7 +68,7 @@ def main() -> None:
             page.click("#play")
             page.wait_for_function("() => document.getElementById('running-count').textContent === '64'")
             rates.append(page.evaluate(FRAMES, 1.5))
-            assert page.inner_text("#running-count") > "40"
+            assert int(page.inner_text("#running-count")) > 40
             times, sizes = page.evaluate(STEPS, {**SETTINGS, "num_requests": 64, "max_num_seqs": 16, "mean_output_len": 400, "distribution": "uniform", "arrivals": "at-once"})  # fmt: skip
             assert set(sizes) == {16}
             page.close()

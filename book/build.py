@@ -29,7 +29,7 @@ def main() -> int:
     output = parser.parse_args().output
     prepare(output / "source")
     html = output / "html"
-    for folder in (html, output / "doctrees"):  # of an earlier build, perhaps of pages that are no more
+    for folder in (html, output / "doctrees"):  # of an earlier build, perhaps of pages that no longer exist
         shutil.rmtree(folder, ignore_errors=True)
     options = ["-b", "html", "-j", "auto", "-W", "--keep-going", "-q"]
     status = sphinx_build([*options, "-c", str(BOOK), "-d", str(output / "doctrees"), str(output / "source"), str(html)])

@@ -101,7 +101,9 @@ def about(notebook: nbformat.NotebookNode, path: Path) -> str:
 
 def situations(lesson: str) -> list[tuple[int, str]]:
     """Numbers and names of the playground's situations from a lesson."""
-    found = SITUATION.findall((ROOT / "minivllm/entrypoints/playground/static/presets.js").read_text(encoding="utf-8"))
+    text = (ROOT / "minivllm/entrypoints/playground/static/presets.js").read_text(encoding="utf-8")
+    found = SITUATION.findall(text)
+    assert len(found) == text.count("name: "), "each situation names its lesson, on the same line as its text"
     return [(number, name) for number, (name, number_of_lesson) in enumerate(found) if number_of_lesson == lesson]
 
 

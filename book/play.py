@@ -32,7 +32,8 @@ def build_playground(folder: Path, scratch: Path) -> None:
     """
     packages = BOOK / "node_modules"
     try:
-        if not (packages / "pyodide/pyodide.mjs").exists():
+        installed = packages / ".package-lock.json"  # npm's own note of what it has installed
+        if not installed.exists() or installed.stat().st_mtime < (BOOK / "package-lock.json").stat().st_mtime:
             subprocess.run(["npm", "ci", "--silent", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=BOOK, check=True)
         bundle = scratch / "codemirror.js"
         options = ["--bundle", "--format=esm", "--minify", "--log-level=warning", f"--outfile={bundle}"]

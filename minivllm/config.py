@@ -134,9 +134,8 @@ class SchedulerConfig:
     def may_exceed_cache(self, cache_tokens: int, block_size: int) -> bool:
         """Whether a sequence may have more tokens than the whole cache: a window and the tokens of a step have room in it, and prompts are computed in
         chunks (after a preemption, a sequence is a prompt again)."""
-        num_held = (
-            self.window + self.max_num_batched_tokens + 2 * block_size
-        )  # the first and the last block may be full of others
+        # The first and the last block may hold one of these tokens each.
+        num_held = self.window + self.max_num_batched_tokens + 2 * block_size
         return self.window > 0 and self.enable_chunked_prefill and num_held <= cache_tokens
 
     def check_prompts_fit(self, max_model_len: int) -> None:

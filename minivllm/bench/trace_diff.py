@@ -57,7 +57,7 @@ def diff_traces(names: tuple[str, str], traces: tuple[EngineTrace, EngineTrace])
     if [request.prompt_token_ids for request in traces[0].requests.values()] != [
         r.prompt_token_ids for r in traces[1].requests.values()
     ]:
-        rows.append(("requests", *(f"{len(trace.requests)}, others" for trace in traces)))
+        rows.append(("requests", *(f"{len(trace.requests)}, not the same ones" for trace in traces)))
     plans = enumerate(zip_longest(*(map(plan, trace) for trace in traces), fillvalue=()))
     step, differing = next(((number, pair) for number, pair in plans if pair[0] != pair[1]), (None, ((), ())))
     return TraceDiff(names, traces, rows, step, (describe(differing[0]), describe(differing[1])))
@@ -146,7 +146,7 @@ def to_svg(diff: TraceDiff) -> str:
         height = top + len(trace.requests) * row + 8
         if diff.step is not None and diff.step < len(trace):
             x = _place(trace[diff.step].start - time_origin(trace), end)
-            parts.append(f"<path d='M{x:.1f} {top - 4:.0f}V{height:.0f}' stroke='#333' stroke-dasharray='4 3'/>")
+            parts.append(f"<path d='M{x:.1f} {top - 4:.0f}V{height:.0f}' stroke='currentColor' stroke-dasharray='4 3'/>")
     for i in range(6):
         parts.append(
             f"<text x='{_place(i * end / 5, end):.0f}' y='{height + 16:.0f}' text-anchor='middle'>{i * end / 5:.1f} s</text>"

@@ -296,7 +296,9 @@ class BlockSpaceManager:
     # -- inspection -------------------------------------------------------------------------------------------------
 
     def get_block_table(self, seq: Sequence) -> list[int]:
-        """The device blocks of a sequence, in the order of its tokens, `FREED_BLOCK` for those behind its window. This is the manager's own list: do not change it."""
+        """The device blocks of a sequence, in the order of its tokens, `FREED_BLOCK` for those behind its window. This is the manager's own list:
+        do not change it.
+        """
         return self.block_tables[seq.seq_id]
 
     def get_num_free_gpu_blocks(self) -> int:

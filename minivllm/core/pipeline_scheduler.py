@@ -10,6 +10,8 @@ first batch takes all sequences that there are, and the other stages wait (https
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from minivllm.config import SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
@@ -79,3 +81,10 @@ def choose_scheduler(config: SchedulerConfig) -> type[Scheduler]:
     if config.pipeline_parallel_size > 1:
         return PipelineScheduler
     return AsyncScheduler if config.async_scheduling else Scheduler
+
+
+def settle_window(scheduler_cls: type[Scheduler], config: SchedulerConfig, block_manager: BlockSpaceManager) -> SchedulerConfig:
+    """The config with which a scheduler can take the place of another: one of the user's own need not know of blocks that are freed early."""
+    if hasattr(block_manager, "use_window"):
+        block_manager.use_window(0)  # the package's schedulers turn it on again
+    return config if scheduler_cls.__module__.startswith("minivllm.core.") else replace(config, window=0)

@@ -21,7 +21,7 @@ from functools import partial
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig
 from minivllm.core.async_scheduler import AsyncScheduler
 from minivllm.core.block_space_manager import BlockSpaceManager
-from minivllm.core.pipeline_scheduler import PipelineScheduler
+from minivllm.core.pipeline_scheduler import PipelineScheduler, settle_window
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.structured_output import StructuredOutputManager
 from minivllm.engine.core_messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats, StoppedSequence
@@ -109,7 +109,7 @@ class EngineCore:
         self.finish_surplus_steps()
         if self.has_unfinished_requests():
             raise ConfigError("The engine has unfinished requests: finish or abort them first.")
-        self.scheduler_config = scheduler_config or self.scheduler_config
+        self.scheduler_config = settle_window(scheduler_cls, scheduler_config or self.scheduler_config, self.block_manager)
         self.scheduler = scheduler_cls(self.scheduler_config, self.block_manager)
 
     # -- requests ------------------------------------------------------------------------------------------------

@@ -139,8 +139,8 @@ def get_attention_backend(backend: str | type, device: torch.device) -> type[Att
 
 def honours_windows(backend: type[AttentionBackend]) -> bool:
     """Whether a backend says so of the `forward` that it has, not of one that it has inherited from and replaced."""
-    says, forward = (next(c for c in backend.__mro__ if name in vars(c)) for name in ("supports_windows", "forward"))
-    return backend.supports_windows() and issubclass(says, forward)
+    declares_in, computes_in = (next(c for c in backend.__mro__ if name in vars(c)) for name in ("supports_windows", "forward"))
+    return backend.supports_windows() and issubclass(declares_in, computes_in)
 
 
 def _check_triton(device: torch.device) -> None:

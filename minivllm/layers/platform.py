@@ -81,15 +81,12 @@ class Platform:
             return UnquantizedLinearMethod()
         return PackedLinearMethod(self.kernels.packed_linear, self.packed_weight)
 
-    def make_attention(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None, scale: float | None = None
-    ) -> AttentionBackend:
+    def make_attention(self, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionBackend:
         """The attention of one layer.
 
         Args:
             num_heads, num_kv_heads, head_dim: See `AttentionBackend`.
             window: The tokens that each token sees, itself included; None or 0 for all before it.
-            scale: What the scores are multiplied by; `head_dim ** -0.5` if None.
 
         Raises:
             ConfigError: The layer has a window, and the backend does not honour it.
@@ -99,7 +96,7 @@ class Platform:
                 f"The model has sliding-window attention, which attention_backend {self.attention_backend.__name__} does not say it honours: "
                 "let its forward pass self.window on and its supports_windows return True, or use 'auto'."
             )
-        backend = self.attention_backend(num_heads, num_kv_heads, head_dim, head_dim**-0.5 if scale is None else scale)
+        backend = self.attention_backend(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
         backend.window = window or 0
         if self.attention_backend in BACKENDS.values():
             backend.ops = Ops(backend.load_ops(), Checks.NONE)

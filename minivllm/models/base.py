@@ -15,6 +15,16 @@ from minivllm.layers.embedding import ChooseInPart
 from minivllm.layers.platform import Platform
 
 
+def declares(model_cls: type, name: str) -> bool:
+    """What the class says under a name, or the nearest base class, if the class changes nothing that depends on it."""
+    for cls in model_cls.__mro__:
+        if name in vars(cls):
+            return bool(vars(cls)[name])
+        if vars(cls).keys() & {"__init__", "forward", "compute_logits"}:
+            return False
+    return False
+
+
 class CausalLM(nn.Module):
     """A language model that computes ragged batches over a paged KV cache.
 

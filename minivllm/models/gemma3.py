@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.config import ModelConfig
-from minivllm.errors import ModelLoadError
+from minivllm.errors import ConfigError, ModelLoadError
 from minivllm.layers.attention import AttentionMetadata, KVCache
 from minivllm.layers.embedding import VocabParallelEmbedding
 from minivllm.layers.norm import RMSNorm
@@ -21,6 +21,7 @@ from minivllm.layers.platform import Platform
 from minivllm.layers.rotary import RotaryEmbedding, rope_parameters
 from minivllm.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP, LlamaModel
 from minivllm.models.stages import here, make_layers
+from minivllm.models.windows import FULL, SLIDING, layer_types
 
 
 class GemmaRMSNorm(RMSNorm):
@@ -111,9 +112,14 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
 
     supports_tensor_parallel = True
     supports_pipeline_parallel = True
+    supports_windows = True
     model_cls = Gemma3Model
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
+        if platform.dtype == torch.float16:
+            raise ConfigError(
+                "dtype is 'float16', in whose range the sums between Gemma 3's layers do not fit: use 'bfloat16' or 'float32'."
+            )
         super().__init__(replace(config, hf_config=complete_config(config)), platform)
 
 
@@ -123,18 +129,18 @@ def complete_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ModelLoadError: It asks for something that Gemma 3 does not have.
     """
-    hf_config = config.hf_config
+    hf_config = {name: value for name, value in config.hf_config.items() if value is not None}
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if hf_config.get(name):
             raise ModelLoadError(f"{config.name} has {name} = {hf_config[name]!r} in its config.json, which is not supported.")
     if hf_config.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         activation = hf_config["hidden_activation"]
         raise ModelLoadError(f"{config.name} has hidden_activation = {activation!r}, but only 'gelu_pytorch_tanh' is supported.")
-    pattern = hf_config.get("sliding_window_pattern") or hf_config.get("_sliding_window_pattern") or 6
-    layer_types = ["full_attention" if i % pattern == pattern - 1 else "sliding_attention" for i in range(config.num_layers)]
-    old_ropes = {
-        "full_attention": {"rope_theta": hf_config.get("rope_theta", 1e6)} | (hf_config.get("rope_scaling") or {}),
-        "sliding_attention": {"rope_theta": hf_config.get("rope_local_base_freq", 1e4)},
+    thetas = {FULL: hf_config.get("rope_theta", 1e6), SLIDING: hf_config.get("rope_local_base_freq", 1e4)}
+    found = hf_config.get("rope_parameters") or {FULL: hf_config.get("rope_scaling") or {}}
+    ropes = {
+        kind: {"rope_theta": theta, "max_position_embeddings": hf_config["max_position_embeddings"]} | (found.get(kind) or {})
+        for kind, theta in thetas.items()
     }
-    defaults = {"layer_types": layer_types, "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "sliding_window": 4096}
-    return defaults | {"rope_parameters": old_ropes} | hf_config
+    defaults = {"query_pre_attn_scalar": 256, "tie_word_embeddings": True, "sliding_window": 4096}
+    return defaults | hf_config | {"layer_types": layer_types(config), "rope_parameters": ropes}

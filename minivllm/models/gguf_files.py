@@ -59,7 +59,7 @@ CONFIG_NAMES = {
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """They hold a divisor of each frequency, and become settings in config.json."""
 
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 """To be incremented when the conversion changes, so that folders of older versions are not used."""
 
 

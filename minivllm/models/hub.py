@@ -68,7 +68,8 @@ def _download(name: str, with_weights: bool) -> Path:
 
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if with_weights else [])]
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        # Mistral's repositories have all weights a second time, in one file of their own form.
+        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["consolidated*"]))
         if with_weights and not any(folder.glob("*.safetensors")):  # an older repository
             folder = Path(snapshot_download(name, allow_patterns=[*patterns, "pytorch_model*.bin"]))
     except Exception as error:  # offline, unknown, gated: each raises a different error

@@ -17,6 +17,7 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
     supports_tensor_parallel = True
     supports_pipeline_parallel = True
+    supports_windows = True
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         biases = {"qkv_bias": True, "attention_bias": False}  # `attention_bias` would be that of o_proj, too

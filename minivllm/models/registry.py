@@ -17,7 +17,7 @@ from typing import Any
 from minivllm.config import ModelConfig, ParallelConfig
 from minivllm.errors import ConfigError, ModelLoadError, RequestError
 from minivllm.layers.rotary import context_lengths
-from minivllm.models.base import CausalLM
+from minivllm.models.base import CausalLM, declares
 from minivllm.models.gemma3 import Gemma3ForCausalLM
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.mistral import MistralForCausalLM
@@ -185,7 +185,7 @@ def check_can_be_split(config: ModelConfig, parallel_config: ParallelConfig) -> 
 def _check_ranks(config: ModelConfig, tensor_parallel_size: int) -> None:
     """Each rank needs at least one query head."""
     model_cls = config.model_cls or ModelRegistry.load_model_cls(config.architecture)
-    if not _declares(model_cls, "supports_tensor_parallel"):
+    if not declares(model_cls, "supports_tensor_parallel"):
         raise ConfigError(
             f"tensor_parallel_size is {tensor_parallel_size}, but {model_cls.__name__} does not say that it can be sharded: use layers that know "
             "their rank, take None for the logits of all ranks but the first, and set supports_tensor_parallel = True."
@@ -208,7 +208,7 @@ def _check_stages(config: ModelConfig, parallel_config: ParallelConfig) -> None:
     """Each stage needs at least one layer."""
     stages, partition = parallel_config.pipeline_parallel_size, parallel_config.layer_partition
     model_cls = config.model_cls or ModelRegistry.load_model_cls(config.architecture)
-    if stages > 1 and not _declares(model_cls, "supports_pipeline_parallel"):
+    if stages > 1 and not declares(model_cls, "supports_pipeline_parallel"):
         raise ConfigError(
             f"pipeline_parallel_size is {stages}, but {model_cls.__name__} does not say that it can be divided into stages: let forward take and "
             "return IntermediateTensors, and set supports_pipeline_parallel = True."
@@ -230,16 +230,6 @@ def _check_stages(config: ModelConfig, parallel_config: ParallelConfig) -> None:
             f"pp_layer_partition is {parallel_config.pp_layer_partition!r}, which adds up to {sum(partition)} layers, but {config.name} has "
             f"{config.num_layers}."
         )
-
-
-def _declares(model_cls: type, name: str) -> bool:
-    """What the class says under a name, or the nearest base class, if the class changes nothing that depends on it."""
-    for cls in model_cls.__mro__:
-        if name in vars(cls):
-            return bool(vars(cls)[name])
-        if vars(cls).keys() & {"__init__", "forward", "compute_logits"}:
-            return False
-    return False
 
 
 def _read_size(file: Path, config: dict[str, Any], name: str, high: int, default: int | None = None) -> int:

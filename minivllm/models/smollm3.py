@@ -23,6 +23,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
     supports_tensor_parallel = True
     supports_pipeline_parallel = True
+    supports_windows = True
 
     def __init__(self, config: ModelConfig, platform: Platform) -> None:
         super().__init__(replace(config, hf_config=DEFAULTS | config.hf_config), platform)

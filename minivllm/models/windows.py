@@ -1,8 +1,8 @@
 """Which layers have sliding-window attention, from a model's config.json.
 
 Families say it in three ways: one `sliding_window` for all layers (Mistral, Phi-3), one that `use_sliding_window` turns on from layer
-`max_window_layers` on (Qwen2, Qwen3), or a list of `layer_types` (SmolLM3, Gemma 3, and newer files of Qwen). What a file leaves out is as in
-the configuration classes of transformers. Mirrors `vllm/config/model.py`.
+`max_window_layers` on (Qwen2, Qwen3), or a list of `layer_types` (SmolLM3, which must have it, Gemma 3, and newer files of Qwen). What a file
+leaves out is as in the configuration classes of transformers. Mirrors `vllm/config/model.py`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from typing import Any
 
 from minivllm.config import ModelConfig
 from minivllm.errors import ModelLoadError
+from minivllm.models.base import declares
 
 IN_ALL_LAYERS = {"MistralForCausalLM": 4096, "Phi3ForCausalLM": None}
 """Families whose layers all have the window, and the window of a file that names none."""
 IF_SWITCHED_ON = {"Qwen2ForCausalLM": 4096, "Qwen3ForCausalLM": 4096, "SmolLM3ForCausalLM": None}
 """Families that have windows only with `use_sliding_window`."""
-IN_A_PATTERN = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6}
+IN_A_PATTERN = {"Gemma3ForCausalLM": 6}
 """Families with windows of 4,096 tokens in all but each n-th layer, unless the file says otherwise."""
 DEFAULT_MAX_WINDOW_LAYERS = 28
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""In `layer_types`."""
 
 
 def layer_windows(config: ModelConfig) -> list[int]:
@@ -35,8 +38,7 @@ def layer_windows(config: ModelConfig) -> list[int]:
         windowed = _switched_on_layers(config) if hf_config.get("use_sliding_window") else []
         window = hf_config.get("sliding_window", IF_SWITCHED_ON[architecture])
     elif architecture in IN_A_PATTERN:
-        period = _read_count(config, "sliding_window_pattern", IN_A_PATTERN[architecture], lowest=1)
-        windowed = _layer_types(config) or [(i + 1) % period > 0 for i in range(config.num_layers)]
+        windowed = [kind == SLIDING for kind in layer_types(config)]
         window = hf_config.get("sliding_window", 4096)
     else:
         windowed, window = _layer_types(config) or [], hf_config.get("sliding_window")
@@ -48,8 +50,18 @@ def layer_windows(config: ModelConfig) -> list[int]:
 
 def cache_window(config: ModelConfig) -> int:
     """How many tokens back any layer sees, so that cache blocks before them may be freed; 0 if some layer sees all."""
+    if config.model_cls is None or not declares(config.model_cls, "supports_windows"):
+        return 0  # a class of the user's own may read config.json in another way
     windows = layer_windows(config)
-    return max(windows) if all(windows) and getattr(config.model_cls, "supports_windows", False) else 0
+    return max(windows) if all(windows) else 0
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+    """The kind of each layer in a family with a pattern: as the file says, or each n-th without a window. Raises as `layer_windows`."""
+    if _layer_types(config) is not None:
+        return list(config.hf_config["layer_types"])
+    period = _read_count(config, "sliding_window_pattern", IN_A_PATTERN[config.architecture], lowest=1)
+    return [SLIDING if (i + 1) % period else FULL for i in range(config.num_layers)]
 
 
 def _switched_on_layers(config: ModelConfig) -> list[bool]:
@@ -70,16 +82,12 @@ def _layer_types(config: ModelConfig) -> list[bool] | None:
     types = config.hf_config.get("layer_types")
     if types is None:
         return None
-    if (
-        not isinstance(types, list)
-        or len(types) != config.num_layers
-        or not set(map(str, types)) <= {"sliding_attention", "full_attention"}
-    ):
+    if not isinstance(types, list) or len(types) != config.num_layers or not set(map(str, types)) <= {SLIDING, FULL}:
         raise ModelLoadError(
             f"{config.path / 'config.json'} has layer_types = {types!r}, but it must have 'sliding_attention' or 'full_attention' for each of "
             f"the {config.num_layers} layers."
         )
-    return [kind == "sliding_attention" for kind in types]
+    return [kind == SLIDING for kind in types]
 
 
 def _read_count(config: ModelConfig, name: str, default: Any, lowest: int) -> int:

@@ -61,8 +61,9 @@ class BlockTables:
                 written[i] = []  # until it is complete: Ctrl-C may come
                 row = self._array[i]
                 row[: len(table)] = table
-                if table[:1] == [FREED_BLOCK]:  # they are freed from the front
-                    row[row == FREED_BLOCK] = 0
+                if table[:1] == [FREED_BLOCK]:  # they are freed from the front; any others are a mistake, which is found later
+                    num_freed = next((i for i, block in enumerate(table) if block != FREED_BLOCK), len(table))
+                    row[:num_freed] = 0
                 row[len(table) :] = 0
                 written[i] = list(table)  # the scheduler's own list grows
         return self._array[: len(tables), :width].copy()

@@ -243,6 +243,9 @@ class Worker:
         """What to do if weights and activations leave too little: any of these works alone. See `_memory_left_for_cache`."""
         config = self.scheduler_config
         to = "" if tokens_that_fit is None else f" to {tokens_that_fit}"
+        given = config.max_num_batched_tokens > max(LEAST_DEFAULT_TOKENS, config.max_num_seqs, self.model_config.max_model_len)
+        if given and not config.enable_chunked_prefill and tokens_that_fit != 0:
+            return f"raise it, or lower max_num_batched_tokens (now {config.max_num_batched_tokens:,}) and max_model_len{to}"
         if not config.enable_chunked_prefill and (tokens_that_fit is None or tokens_that_fit >= LEAST_DEFAULT_TOKENS):
             return (
                 f"raise it, lower max_model_len (now {self.model_config.max_model_len:,}){to}, or set enable_chunked_prefill=True"

@@ -48,8 +48,8 @@ def test_runs_that_are_the_same_have_no_such_step_and_one_that_ends_earlier_says
     longer = run(num_requests=20)
     diff = diff_traces(("a", "b"), (shorter, longer))
     assert diff.step is not None and {name: values for name, *values in diff.rows}["requests"] == [
-        "19, others",
-        "20, others",
+        "19, not the same ones",
+        "20, not the same ones",
     ]
     empty = simulate(list(generate_requests(1)), num_gpu_blocks=40).trace
     empty.steps.clear()

@@ -140,7 +140,12 @@ def run(engine, workload: list[Job], after_step=lambda outputs: None) -> dict[st
 def expected_of(engine, job: Job) -> list[list[int]]:
     """The tokens that a job must give in this engine, one list for each of its sequences."""
     max_num_tokens = len(job.prompt) + (job.params.max_tokens or 10**6)
-    max_num_tokens = min(max_num_tokens, engine.input_processor.max_request_tokens)
+    config, cache_tokens = engine.scheduler_config, engine.cache_tokens
+    # A window, a step's tokens and two blocks that are partly another's: so much of the cache suffices for any length.
+    goes_on = config.window and config.enable_chunked_prefill
+    goes_on = goes_on and config.window + config.max_num_batched_tokens + 2 * engine.block_manager.block_size <= cache_tokens
+    limit = engine.core.model_config.max_model_len
+    max_num_tokens = min(max_num_tokens, limit if goes_on else min(limit, cache_tokens + 1))
     return [expected_tokens(job.prompt, job.params, job.params.seed, index, max_num_tokens) for index in range(job.params.n)]
 
 

@@ -182,7 +182,8 @@ def test_tokens_equal_transformers(models, name, way):
         outputs = steps_in_processes.generate(engine, prompts, params)
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output.outputs[0].token_ids == greedy_of_transformers(model, prompt, 12)
-    if "num_gpu_blocks_override" in options and options["num_gpu_blocks_override"] < 20:
+    frees_blocks = engine.scheduler_config.window > 0  # and so may need no preemption
+    if options.get("num_gpu_blocks_override", 80) < 20 and not frees_blocks:
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
     if "enable_prefix_caching" in options:
         assert sum(output.num_cached_tokens for output in outputs) > 0
@@ -373,9 +374,9 @@ LENGTHS = {
 """What they are served with, where that is not `max_position_embeddings`: the original length, or as RoPE stretches it."""
 
 
-def save_file_of(folder, name):
+def save_file_of(folder, content):
     """A folder with the config.json as it is, and random weights; and the model as transformers reads it from there."""
-    text = json.dumps(SIZES | FILES[name])
+    text = json.dumps(SIZES | content)
     (folder / "config.json").write_text(text)
     made = folder / "made"
     save_model(AutoConfig.from_pretrained(folder), made)
@@ -386,7 +387,7 @@ def save_file_of(folder, name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_files_that_people_have_are_read_as_transformers_reads_them(tmp_path, name):
-    model = save_file_of(tmp_path, name)
+    model = save_file_of(tmp_path, FILES[name])
     llm = check_logits(model, tmp_path, [1, 40, 300])
     length = llm.llm_engine.executor.worker.model_config.max_model_len
     assert length == LENGTHS.get(name, FILES[name]["max_position_embeddings"])
@@ -395,8 +396,7 @@ def test_the_files_that_people_have_are_read_as_transformers_reads_them(tmp_path
 @pytest.mark.parametrize("name", ["Phi-3.5-mini-instruct", "Phi-4-mini-instruct"])
 def test_longrope_uses_the_long_factors_if_more_is_asked_for(tmp_path, name):
     """The config's lengths are shrunk, too: to 16, and 512 of them."""
-    FILES["shrunk"] = FILES[name] | {"original_max_position_embeddings": 16, "max_position_embeddings": 512}
-    model = save_file_of(tmp_path, "shrunk")
+    model = save_file_of(tmp_path, FILES[name] | {"original_max_position_embeddings": 16, "max_position_embeddings": 512})
     check_logits(model, tmp_path, [1, 16])
     check_logits(model, tmp_path, [17, 300], max_model_len=512)
 

@@ -15,6 +15,7 @@ from test_playground import BASE, LATE_FOR_3
 from minivllm.entrypoints.playground.server import make_server
 
 SITE = ROOT / "out/book/html/playground"
+AXE = ROOT / "book/node_modules/axe-core/axe.min.js"
 pytestmark = [
     needs_chromium,
     pytest.mark.slow,
@@ -129,7 +130,9 @@ def test_a_link_has_the_settings_and_the_code(opened):
     other = opened(page.evaluate("() => location.hash"))
     assert other.input_value("[name=seed]") == "7"
     assert other.input_value("[name=num_gpu_blocks]") == "40"
+    expect(other.locator("#preset")).to_have_value("settings of your own")
     expect(other.locator("#editor .cm-content")).to_have_text("x = 'ü'")
+    other.click("#step")
     expect(other.locator("#problem")).to_contain_text("there is nothing to run")
 
 
@@ -139,3 +142,55 @@ def test_nothing_is_wider_than_the_window(opened, width):
     page.click("#step")
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width
     page.screenshot(path=SCREENSHOTS / f"playground_{width}.png", full_page=True)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_fault(opened, address, scheme):
+    """With the editor and a race open; and on an exercise."""
+    page = opened(viewport={"width": 1400, "height": 1000}, color_scheme=scheme)
+    set_code(page, f"{BASE}    pass\n")
+    page.click("#keep")
+    page.click("#race")
+    expect(page.locator("#race-result")).to_be_visible()
+    race = page.frame_locator("#race-frame").locator("table.diff")
+    expect(race).to_contain_text("A: your scheduler")
+    page.screenshot(path=SCREENSHOTS / f"race_{scheme}.png", full_page=True)
+    faults = []
+    for _ in range(2):
+        page.add_script_tag(content=AXE.read_text())
+        for violation in page.evaluate("async () => (await axe.run({ iframes: false })).violations"):
+            if violation["impact"] in ("serious", "critical"):
+                faults.append((page.url, violation["id"], violation["nodes"][0]["html"][:200]))
+        page.goto(address.replace("index.html", "exercise.html#07"))
+        expect(page.locator("#points")).to_contain_text("0 of 20")
+        page.screenshot(path=SCREENSHOTS / f"exercise_{scheme}.png")
+    assert not faults
+
+
+def test_code_of_a_link_waits_until_it_is_asked_for(opened):
+    page = opened()
+    set_code(page, f"{BASE}    print('I ran')\n")
+    expect(page.locator("#printed")).to_have_text("I ran")
+    page.click("#share")
+    page.wait_for_url(re.compile("#.{20}"))
+    other = opened(page.evaluate("() => location.hash"))
+    expect(other.locator("#news")).to_contain_text("This link brings code of its own.")
+    expect(other.locator("#printed")).to_be_hidden()
+    other.click("#step")
+    expect(other.locator("#printed")).to_have_text("I ran")
+
+
+@pytest.mark.parametrize("fragment", ["#%%%", "#AAAA", "#abc"])
+def test_a_damaged_link_is_told(opened, fragment):
+    expect(opened(fragment).locator("#problem")).to_have_text("The link is damaged, so the settings are the usual ones.")
+
+
+def test_code_that_is_mended_before_its_endless_loop_is_stopped_runs(opened):
+    page = opened()
+    set_code(page, f"{BASE}    def schedule(self):\n        while True:\n            pass\n")
+    page.click("#step")
+    set_code(page, f"{BASE}    print('mended')\n")
+    expect(page.locator("#printed")).to_have_text("mended")
+    page.click("#step")
+    expect(page.locator("#clock")).to_contain_text("1 step,")
+    expect(page.locator("#problem")).to_be_hidden()

@@ -20,6 +20,7 @@ from minivllm.models.base import CausalLM
 from minivllm.models.hub import PACKAGED_MODELS, resolve_model
 from minivllm.models.registry import load_model_config, load_sampling_defaults, read_json
 from minivllm.models.skeleton import build_skeleton, read_headers
+from minivllm.models.windows import cache_window
 from minivllm.worker.cache_engine import CacheEngine
 from minivllm.worker.memory import available_cpu_memory, cpu_cache_bytes, useful_cache_bytes
 from minivllm.worker.worker import resolve_device, resolve_dtype
@@ -100,7 +101,8 @@ class Examination:
         _line("weights", self._weights())
         if self.config is not None and self.model is not None:
             sizes = [
-                (_name(dtype), _size(weight_bytes(self.model, dtype))) for dtype in (torch.float32, torch.bfloat16, torch.int8)
+                (_name(dtype), _size(weight_bytes(self.model, dtype)))
+                for dtype in (torch.float32, torch.bfloat16, *([torch.int8] if self.device.type == "cpu" else []))
             ]
             _line("as loaded", ", ".join(f"{size} in {dtype}" for dtype, size in sizes))
             self._print_room(self.config, self.model)
@@ -144,6 +146,13 @@ class Examination:
         if num_tokens >= config.max_model_len:
             at_once = num_tokens // config.max_model_len
             _line("context", f"{limit}; {'one sequence' if at_once == 1 else f'{at_once:,} sequences'} of that length at once")
+            return
+        scheduler = replace(args.scheduler_config(config.max_model_len), window=cache_window(config))
+        if scheduler.may_exceed_cache(num_tokens, block_size):
+            _line(
+                "context",
+                f"{limit}, more than fit, which is enough: blocks behind the windows of {scheduler.window:,} tokens are freed",
+            )
             return
         whole = -(-config.max_model_len // block_size) * per_block
         larger = f", and --kv-cache-memory-bytes {whole} gives all of it room" if whole <= room.most_bytes else ""

@@ -5,16 +5,20 @@ It runs in the browser, where there are no torch, no NumPy and no sockets, and i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import linecache
+import sys
+import time
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from minivllm.bench.trace_diff import diff_traces, to_html, to_page
+from minivllm.bench.trace_diff import diff_traces, to_page
 from minivllm.bench.workloads import WorkloadRequest, generate_requests
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
@@ -27,7 +31,11 @@ from minivllm.simulation.engine import make_simulated_engine, simulate
 READER = "your code"
 """The name of the reader's code in tracebacks."""
 MOST_OVERTAKEN = 8
-"""A waiting request starves once so many that came later have finished."""
+"""A waiting request starves once more than so many that came later have finished."""
+LONGEST_ADVANCE = 0.1
+"""Seconds of this machine after which steps are reported, though more were asked for."""
+MOST_PRINTED = 2000
+"""Characters of what the reader's code prints that are shown, the last ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +61,10 @@ class Settings:
     seed: int = 0
 
     def requests(self) -> list[WorkloadRequest]:
-        """The traffic. Prompt and output together take at most half of the cache, so that two find room."""
-        max_len = max(2, min(8192, self.num_gpu_blocks * self.block_size // 2))
+        """The traffic. Prompt and output together take at most half of the cache, so that two find room, and what one step may compute, if
+        a prompt must fit in it.
+        """
+        max_len = max(2, min(self.engine_options()["max_model_len"], self.num_gpu_blocks * self.block_size // 2))
         names = ("num_requests", "arrivals", "arrival_rate", "distribution", "mean_prompt_len", "mean_output_len", "seed")
         options = {name: getattr(self, name) for name in (*names, "num_shared_prompt_tokens")}
         return list(generate_requests(**options, max_len=max_len))
@@ -70,7 +80,7 @@ class Settings:
 
 
 class ReaderError(Exception):
-    """What the reader's code raised, as a sentence and the lines that led there."""
+    """The reader's code is not what the playground can run; the message says why."""
 
 
 @dataclass
@@ -83,7 +93,7 @@ class Session:
 
     Raises:
         MinivllmError: A setting is out of range; the message says which.
-        ReaderError: The code cannot be run.
+        ReaderError: The code defines none of the classes. What it raises is passed on.
     """
 
     settings: Settings
@@ -111,17 +121,18 @@ class Session:
         return {"model": "", "num_engines": 1, "replica": 0, "may_kill": False} | configs | sizes
 
     def advance(self, num_steps: int) -> dict[str, Any]:
-        """Run so many steps, or fewer if all requests have ended.
+        """Run so many steps, or fewer if all requests have ended, or if they take long.
 
         Returns:
             `report`, as in the live page's event "steps", or None; `num_steps` and `now` so far; `done`; `starving`, sentences about
             requests that others overtake.
 
         Raises:
-            ReaderError: The reader's code has raised, or plans nothing although there are requests.
+            RuntimeError: The scheduler plans nothing although there are requests. What the reader's code raises is passed on.
         """
+        end = time.monotonic() + LONGEST_ADVANCE
         for _ in range(num_steps):
-            if not self._step():
+            if not self._step() or time.monotonic() > end:
                 break
         return {
             "report": self._view.report(),
@@ -129,9 +140,9 @@ class Session:
             "now": self.clock.now,
             "done": not self.waiting_to_arrive and not self.engine.has_unfinished_requests(),
             "starving": [
-                f"Request #{request_id} has waited for its first token while {count} that came later have finished."
+                f"Request #{request_id} has waited for its first token while more than {MOST_OVERTAKEN} that came later have finished."
                 for request_id, count in self._overtaken.items()
-                if count >= MOST_OVERTAKEN
+                if count > MOST_OVERTAKEN
             ],
         }
 
@@ -146,10 +157,7 @@ class Session:
             prompt = {"prompt_token_ids": request.prompt_token_ids}
             self.engine.add_request(str(number), prompt, request.sampling_params(), arrival_time=request.arrival_time)
             self._overtaken[str(number)] = 0
-        try:
-            self.engine.step()
-        except Exception as error:
-            raise ReaderError(explain(error)) from error
+        self.engine.step()
         self.num_steps += 1
         assert self.engine.trace is not None
         steps = self.engine.trace.steps
@@ -176,11 +184,8 @@ def run_reader(code: str) -> dict[str, Any]:
     if not code.strip():
         return {}
     linecache.cache[READER] = (len(code), None, code.splitlines(keepends=True), READER)  # so that tracebacks show its lines
-    module = ModuleType("reader")
-    try:
-        exec(compile(code, READER, "exec"), vars(module))
-    except Exception as error:
-        raise ReaderError(explain(error)) from error
+    module = sys.modules["reader"] = ModuleType("reader")  # where dataclasses look for it
+    exec(compile(code, READER, "exec"), vars(module))
     found = {}
     for argument, base in (("scheduler", Scheduler), ("block_space_manager_cls", BlockSpaceManager)):
         own = vars(module).get(base.__name__)
@@ -192,7 +197,9 @@ def run_reader(code: str) -> dict[str, Any]:
 
 
 def explain(error: Exception) -> str:
-    """What happened, and where in the reader's code."""
+    """What happened, in a sentence, and where in the reader's code."""
+    if isinstance(error, ReaderError):
+        return str(error)
     if isinstance(error, SyntaxError) and error.filename == READER:
         return f"Line {error.lineno}: {error.msg}."
     cause = error
@@ -207,22 +214,16 @@ def explain(error: Exception) -> str:
     return "\n".join([text, *reversed(lines)])
 
 
-def race(runs: list[dict[str, Any]]) -> dict[str, str]:
-    """Two runs to their ends, compared: `html`, to be put into a page, and `page`, to be saved."""
+def race(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Two runs to their ends, compared: a `page`, and about how many pixels it is high."""
     traces = []
     for run in runs:
         settings = Settings(**run["settings"])
-        options = settings.engine_options() | run_reader(run["code"])
-        try:
-            traces.append(simulate(settings.requests(), **options).trace)
-        except MinivllmError:
-            raise
-        except Exception as error:
-            raise ReaderError(f"{run['name']}: {explain(error)}") from error
+        traces.append(simulate(settings.requests(), **settings.engine_options() | run_reader(run["code"])).trace)
     first, second = traces
     assert first is not None and second is not None
     diff = diff_traces((runs[0]["name"], runs[1]["name"]), (first, second))
-    return {"html": to_html(diff), "page": to_page(diff, "A race of two schedulers")}
+    return {"page": to_page(diff, "A race of two schedulers"), "height": 1150}
 
 
 _session: Session | None = None
@@ -233,18 +234,21 @@ def call(message: str) -> str:
     `{"race": [{"name": name, "settings": settings, "code": code}, …]}` of two, or `{"check": [[name, source], …]}`, cells and a check.
     """
     global _session
-    request = json.loads(message)
+    request, printed = json.loads(message), io.StringIO()
     try:
-        if "begin" in request:
-            _session = Session(Settings(**request["begin"]), request.get("code", ""))
-            return json.dumps({"engine": _session.describe()})
-        if "check" in request:
-            from minivllm.entrypoints.playground.exercise import run_check
+        with contextlib.redirect_stdout(printed):
+            if "begin" in request:
+                _session = Session(Settings(**request["begin"]), request.get("code", ""))
+                answer = {"engine": _session.describe()}
+            elif "check" in request:
+                from minivllm.entrypoints.playground.exercise import run_check
 
-            return json.dumps(run_check(request["check"]))
-        if "race" in request:
-            return json.dumps(race(request["race"]))
-        assert _session is not None
-        return json.dumps(_session.advance(request["advance"]))
-    except (MinivllmError, ReaderError) as error:
-        return json.dumps({"error": str(error)})
+                answer = run_check(request["check"])
+            elif "race" in request:
+                answer = race(request["race"])
+            else:
+                assert _session is not None
+                answer = _session.advance(request["advance"])
+    except Exception as error:
+        answer = {"error": explain(error)}
+    return json.dumps(answer | {"printed": printed.getvalue()[-MOST_PRINTED:]})

@@ -225,19 +225,8 @@ def _attention_block(
         _decode(query, key_cache, value_cache, block_tables, context_lens, scale, window, num_threads, attended, channels, group)
     else:
         _prefill(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            context_lens,
-            starts,
-            scale,
-            window,
-            num_threads,
-            attended,
-            channels,
-            group,
-        )
+            query, key_cache, value_cache, block_tables, context_lens, starts, scale, window, num_threads, attended, channels, group
+        )  # fmt: skip
     multiply(attended.reshape((num_tokens, q_size)), output_weight, out, num_threads)
 
 

@@ -9,30 +9,35 @@ const PAUSE = 600;
 export function makeEditor(parent, onChange) {
   let timer = null;
   let isSetting = false;
-  const watch = EditorView.updateListener.of((update) => {
-    if (!update.docChanged || isSetting) return;
-    clearTimeout(timer);
-    timer = setTimeout(settle, PAUSE);
-  });
+  let isTyped = false;
   const settle = () => {
     if (timer === null) return;
     clearTimeout(timer);
     timer = null;
     onChange();
   };
+  const watch = EditorView.updateListener.of((update) => {
+    if (!update.docChanged || isSetting) return;
+    isTyped = true;
+    clearTimeout(timer);
+    timer = setTimeout(settle, PAUSE);
+  });
   const label = EditorView.contentAttributes.of({ "aria-label": "Python code" });
   const view = new EditorView({ parent, extensions: [basicSetup, python(), indentUnit.of("    "), watch, label] });
   return {
     /** What was typed counts from now on. */
     settle,
     getCode: () => view.state.doc.toString(),
-    setCode(code) {
+    /** Whether the reader has typed since the code was set. */
+    isTyped: () => isTyped,
+    setCode(code, isChange = true) {
       clearTimeout(timer);
       timer = null;
       isSetting = true;
       view.dispatch({ changes: { from: 0, to: view.state.doc.length, insert: code } });
       isSetting = false;
-      onChange();
+      isTyped = false;
+      if (isChange) onChange();
     },
   };
 }

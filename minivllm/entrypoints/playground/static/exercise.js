@@ -63,7 +63,7 @@ function show({ cells, title }) {
         save();
       });
       const start = kept.code[cell.name] ?? cell.source;
-      editor.setCode(start);
+      editor.setCode(start, false);
       sources.push({ name: cell.name, getCode: editor.getCode, reset: () => editor.setCode(cell.source), settle: editor.settle });
     } else addCheck(cell, sources.length, tell);
   }

@@ -9,14 +9,17 @@ import { LONGEST_RACE, Python } from "./python.js";
 import { LiveState } from "./state.js";
 import { onThemeChange } from "./palette.js";
 import { Queues } from "./queues.js";
+import { readLink, writeLink } from "./link.js";
 
 const find = (id) => document.getElementById(id);
 const form = find("settings");
-const problem = find("problem");
 const python = new Python();
 const state = new LiveState();
+state.now = () => null; // the engine's clock is its own, not the page's
 let isScheduled = false;
 let isPlaying = false;
+/** Whether a run has begun with the settings and the code as they are. */
+let hasBegun = false;
 /** Whether all requests have ended, or the run has. */
 let isDone = false;
 let now = 0;
@@ -40,6 +43,25 @@ function highlight(number) {
   schedule();
 }
 
+/** A sentence about what is wrong; null for nothing. */
+function tellProblem(sentence) {
+  tell("problem", sentence);
+}
+
+/** A sentence about what has happened; null for none. */
+function tellNews(sentence) {
+  tell("news", sentence);
+}
+
+function tell(id, sentence) {
+  find(id).hidden = sentence === null;
+  if (find(id).textContent !== (sentence ?? "")) find(id).textContent = sentence ?? "";
+}
+
+function many(count, thing) {
+  return `${count.toLocaleString("en")} ${thing}${count === 1 ? "" : "s"}`;
+}
+
 // -- settings -----------------------------------------------------------------------------------------------------------------------
 
 function readSettings() {
@@ -59,76 +81,74 @@ function writeSettings(settings) {
   }
 }
 
-function showPreset() {
-  const { text, settings } = PRESETS[find("preset").selectedIndex];
-  find("preset-text").textContent = text;
-  writeSettings(settings);
+/** Select the situation that the settings are, or the one that stands for all others. */
+function namePreset() {
+  const settings = readSettings();
+  const place = PRESETS.findIndex((preset) => Object.keys(DEFAULTS).every((name) => settings[name] === { ...DEFAULTS, ...preset.settings }[name]));
+  find("preset").selectedIndex = place === -1 ? PRESETS.length : place;
+  find("preset-text").textContent = PRESETS[place]?.text ?? "";
 }
 
-/** Settings or code are others: what is shown is out of date. */
-function changed() {
-  setPlaying(false);
-  return begin();
+function choosePreset() {
+  writeSettings(PRESETS[find("preset").selectedIndex]?.settings ?? readSettings());
+  namePreset();
+}
+
+function checkSettings() {
+  const invalid = form.querySelector(":invalid");
+  if (invalid !== null) throw new Error(`${invalid.parentElement.firstChild.textContent.trim()}: ${invalid.validationMessage}`);
 }
 
 // -- Python --------------------------------------------------------------------------------------------------------------------------
 
 /** Calls of Python, one after another. */
 let lane = Promise.resolve();
-/** Counts the beginnings: what was asked before the latest one is not done any more. */
+/** Counts the beginnings: what was asked before the latest one does not count any more. */
 let generation = 0;
 let numPending = 0;
 
-function ask(message, take) {
+/** Make a message when its turn has come, and take Python's answer, unless a run has begun since. */
+function ask(makeMessage, take, longest) {
   const asked = generation;
   numPending += 1;
   lane = lane.then(async () => {
     try {
-      if (asked === generation && !isDone) take(await python.call(message()));
+      if (asked !== generation || isDone) return;
+      const answer = await python.call(makeMessage(), longest);
+      if (asked === generation) take(answer);
     } catch (error) {
-      tell(error.message);
+      if (asked !== generation) return;
+      tellProblem(error.message);
       isDone = true;
       setPlaying(false);
+    } finally {
+      numPending -= 1;
     }
-    numPending -= 1;
   });
   return lane;
+}
+
+/** Settings or code have changed: what is shown is out of date. */
+function changed() {
+  setPlaying(false);
+  return begin();
 }
 
 function begin() {
   generation += 1;
   isDone = false;
+  hasBegun = true;
   return ask(
     () => {
-      tell(null);
-      const invalid = form.querySelector(":invalid");
-      if (invalid !== null) throw new Error(`${invalid.parentElement.firstChild.textContent.trim()}: ${invalid.validationMessage}`);
+      tellProblem(null);
+      checkSettings();
       return { begin: readSettings(), code: editor.getCode() };
     },
-    ({ engine }) => startOver(engine),
-  );
-}
-
-function advance(numSteps) {
-  return ask(
-    () => ({ advance: numSteps }),
-    ({ report, num_steps: steps, now: seconds, done, starving }) => {
-      now = seconds;
-      if (report !== null) state.apply("steps", report);
-      find("clock").textContent = `${many(steps, "step")}, ${seconds.toFixed(2)} s${done ? ": all requests have ended" : ""}`;
-      tell(starving.slice(0, 3).join("\n") || null);
-      if (done) {
-        isDone = true;
-        setPlaying(false);
-        state.apply("idle", { num_running: 0, num_waiting: 0, num_swapped: 0, num_used_blocks: 0 });
-      }
-      schedule();
+    ({ engine, printed }) => {
+      startOver(engine);
+      showPrinted(printed);
     },
   );
-}
-
-function many(count, thing) {
-  return `${count.toLocaleString("en")} ${thing}${count === 1 ? "" : "s"}`;
 }
 
 function startOver(engine) {
@@ -143,9 +163,28 @@ function startOver(engine) {
   schedule();
 }
 
-function tell(sentence) {
-  problem.hidden = sentence === null;
-  if (problem.textContent !== (sentence ?? "")) problem.textContent = sentence ?? "";
+function advance(numSteps) {
+  return ask(
+    () => ({ advance: numSteps }),
+    ({ report, num_steps: steps, now: seconds, done, starving, printed }) => {
+      now = seconds;
+      if (report !== null) state.apply("steps", report);
+      find("clock").textContent = `${many(steps, "step")}, ${seconds.toFixed(2)} s${done ? ": all requests have ended" : ""}`;
+      tellProblem(starving.slice(0, 3).join("\n") || null);
+      showPrinted(printed);
+      if (done) {
+        isDone = true;
+        setPlaying(false);
+        state.apply("idle", { num_running: 0, num_waiting: 0, num_swapped: 0, num_used_blocks: 0 });
+      }
+      schedule();
+    },
+  );
+}
+
+/** What the reader's code has printed in the last call. */
+function showPrinted(text) {
+  tell("printed", text || null);
 }
 
 // -- playing -------------------------------------------------------------------------------------------------------------------------
@@ -157,6 +196,7 @@ let due = 0;
 function setPlaying(playing) {
   isPlaying = playing;
   find("play").textContent = playing ? "Pause" : "Play";
+  find("step-sentence").setAttribute("aria-live", playing ? "off" : "polite");
   if (playing) {
     lastFrame = performance.now();
     due = 1;
@@ -178,62 +218,85 @@ function frame(time) {
 find("step").addEventListener("click", () => {
   editor.settle();
   setPlaying(false);
+  if (!hasBegun) begin();
   advance(1);
 });
 find("play").addEventListener("click", () => {
+  const playing = !isPlaying;
   editor.settle();
-  if (!isPlaying && isDone) begin();
-  setPlaying(!isPlaying);
+  if (playing && (isDone || !hasBegun)) begin();
+  setPlaying(playing);
 });
 find("restart").addEventListener("click", changed);
-find("speed").addEventListener("input", () => {
+find("speed").addEventListener("input", showSpeed);
+
+function showSpeed() {
   find("speed-value").textContent = String(stepsPerSecond());
-});
+  find("speed").setAttribute("aria-valuetext", many(stepsPerSecond(), "step"));
+}
+
 form.addEventListener("change", (event) => {
-  if (event.target.id === "preset") showPreset();
+  if (event.target.id === "preset") choosePreset();
+  else namePreset();
   changed();
 });
 form.addEventListener("submit", (event) => event.preventDefault());
 for (const button of document.querySelectorAll("[data-code]")) {
   button.addEventListener("click", async () => {
     const name = button.dataset.code;
+    if (editor.isTyped() && !confirm("Replace the code in the editor?")) return;
     editor.setCode(name ? await (await fetch(`code/${name}.py`)).text() : "");
   });
 }
 
 // -- a race --------------------------------------------------------------------------------------------------------------------------
 
+/** Stands before a page that the reader's code may have had a hand in: no script in it runs. */
+const NO_SCRIPTS = `<!doctype html><meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">`;
 let kept = null;
 let racePage = "";
 
 /** The run as it is set now. Its name says what it is. */
 function thisRun(letter) {
   const settings = readSettings();
-  const own = editor.getCode().trim() ? ", your code" : "";
-  const more = [settings.enable_chunked_prefill && "chunked prefill", settings.enable_prefix_caching && "prefix caching"].filter(Boolean);
-  return { name: `${letter}: ${[settings.scheduler, ...more].join(", ")}${own}`, settings, code: editor.getCode() };
+  const code = editor.getCode();
+  const scheduler = /^class Scheduler\b/m.test(code) ? "your scheduler" : settings.scheduler;
+  const blocks = /^class BlockSpaceManager\b/m.test(code) && "your block manager";
+  const more = [blocks, settings.enable_chunked_prefill && "chunked prefill", settings.enable_prefix_caching && "prefix caching"].filter(Boolean);
+  return { name: `${letter}: ${[scheduler, ...more].join(", ")}`, settings, code };
 }
 
 find("keep").addEventListener("click", () => {
   kept = thisRun("A");
   find("race").disabled = false;
   find("race").title = `Against ${kept.name}`;
-  tell("This run is kept as A. Change settings or code, and press “Race against it”.");
+  tellNews("This run is kept as A. Change settings or code, and press “Race against it”.");
 });
 find("race").addEventListener("click", async () => {
   editor.settle();
   setPlaying(false);
-  await lane;
-  try {
-    const { html, page } = await python.call({ race: [kept, thisRun("B")] }, LONGEST_RACE);
-    racePage = page;
-    find("race-html").innerHTML = html;
-    find("race-result").hidden = false;
-    find("race-result").scrollIntoView({ block: "nearest" });
-    tell(null);
-  } catch (error) {
-    tell(error.message);
-  }
+  generation += 1; // steps that wait for their turn are not needed
+  isDone = false;
+  find("race").disabled = true;
+  tellNews("The race is running.");
+  await ask(
+    () => {
+      checkSettings();
+      return { race: [kept, thisRun("B")] };
+    },
+    ({ page, height }) => {
+      racePage = NO_SCRIPTS + page;
+      find("race-frame").srcdoc = racePage;
+      find("race-frame").style.height = `${Math.min(2000, Number(height))}px`;
+      find("race-result").hidden = false;
+      find("race-result").scrollIntoView({ block: "nearest" });
+      tellProblem(null);
+    },
+    LONGEST_RACE,
+  );
+  tellNews(null);
+  find("race").disabled = false;
+  hasBegun = false; // the run that is shown may have ended with the worker
 });
 find("race-save").addEventListener("click", () => {
   const link = document.createElement("a");
@@ -246,45 +309,29 @@ find("race-save").addEventListener("click", () => {
 // -- a link ---------------------------------------------------------------------------------------------------------------------------
 
 find("share").addEventListener("click", async () => {
-  const content = JSON.stringify({ settings: readSettings(), code: editor.getCode() });
-  const bytes = await new Response(new Blob([content]).stream().pipeThrough(new CompressionStream("deflate-raw"))).arrayBuffer();
-  const text = btoa(String.fromCharCode(...new Uint8Array(bytes))).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
-  location.hash = text;
-  await navigator.clipboard?.writeText(location.href).catch(() => {});
-  find("share").textContent = "Copied";
-  setTimeout(() => (find("share").textContent = "Copy the link"), 2000);
+  history.replaceState(null, "", `#${await writeLink(readSettings(), editor.getCode())}`);
+  const isCopied = await (navigator.clipboard?.writeText(location.href).then(() => true, () => false) ?? false);
+  tellNews(isCopied ? "The link is copied. It has these settings and this code." : "The link is in the address bar. It has these settings and this code.");
 });
-
-/** Settings and code from the address, or the number of a situation; null if it has none. */
-async function readLink() {
-  if (location.hash.length < 2) return null;
-  if (/^#\d+$/.test(location.hash)) return { preset: Number(location.hash.slice(1)) };
-  try {
-    const bytes = Uint8Array.from(atob(location.hash.slice(1).replaceAll("-", "+").replaceAll("_", "/")), (c) => c.charCodeAt(0));
-    return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"))).text());
-  } catch {
-    tell("The link is damaged, so the settings are the usual ones.");
-    return null;
-  }
-}
+window.addEventListener("hashchange", () => location.reload());
 
 onThemeChange(() => {
   panels.blockMap.repaint();
   panels.batch.repaint();
   schedule();
 });
-for (const { name } of PRESETS) find("preset").append(Object.assign(document.createElement("option"), { textContent: name }));
-showPreset();
-const linked = await readLink();
-if (PRESETS[linked?.preset] !== undefined) {
-  find("preset").selectedIndex = linked.preset;
-  showPreset();
-} else if (linked?.settings) {
-  writeSettings(linked.settings);
-  if (linked.code) {
-    find("code").open = true;
-    editor.setCode(linked.code);
-  }
+for (const name of [...PRESETS.map((preset) => preset.name), "settings of your own"]) {
+  find("preset").append(Object.assign(document.createElement("option"), { textContent: name }));
 }
-await begin();
+const linked = await readLink(location.hash, DEFAULTS, PRESETS);
+writeSettings(linked.settings);
+namePreset();
+showSpeed();
+if (linked.code) {
+  find("code").open = true;
+  editor.setCode(linked.code, false);
+  find("clock").textContent = "";
+  tellNews("This link brings code of its own. Read it; Play or One step runs it in this browser.");
+} else await begin();
+if (linked.problem) tellProblem(linked.problem);
 document.body.dataset.ready = "true";

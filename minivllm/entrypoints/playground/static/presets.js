@@ -37,7 +37,7 @@ export const PRESETS = [
     settings: { num_gpu_blocks: 256, mean_prompt_len: 512, mean_output_len: 24, arrival_rate: 2 },
   },
   {
-    name: "sixteen share a prompt",
+    name: "all share a prompt",
     text: "All prompts begin with the same 256 tokens, and the prefix cache knows them: look at the thick outlines. (Lesson 10)",
     settings: { num_gpu_blocks: 160, num_shared_prompt_tokens: 256, mean_prompt_len: 16, num_requests: 32, arrival_rate: 2, enable_prefix_caching: true },
   },

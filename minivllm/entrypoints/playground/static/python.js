@@ -1,10 +1,9 @@
-// The page's side of the worker: one call after another, and an end to one that does not come back.
+// The page's side of the worker: calls of Python, and an end to one that does not come back.
 
-/** Seconds that a call may take. Loading Python takes some more. */
+/** Seconds that a call may take, once Python is loaded. */
 const LONGEST_CALL = 4;
 /** Those of one that runs to the end. */
 export const LONGEST_RACE = 30;
-const LONGEST_LOADING = 60;
 
 export class Python {
   #worker = null;
@@ -18,9 +17,9 @@ export class Python {
     const id = this.#next;
     this.#next += 1;
     return new Promise((resolve, reject) => {
-      const seconds = this.#isLoaded ? longest : LONGEST_LOADING + longest;
-      const timer = setTimeout(() => this.#stop(seconds), 1000 * seconds);
-      this.#calls.set(id, { resolve, reject, timer });
+      const call = { resolve, reject, longest, timer: null };
+      this.#calls.set(id, call);
+      if (this.#isLoaded) this.#watch(call);
       this.#worker.postMessage({ id, message: JSON.stringify(message) });
     });
   }
@@ -28,30 +27,33 @@ export class Python {
   #start() {
     this.#isLoaded = false;
     this.#worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
-    this.#worker.onmessage = ({ data: { id, answer, failure } }) => {
-      this.#isLoaded = true;
-      const call = this.#calls.get(id);
-      if (call === undefined) return;
-      this.#calls.delete(id);
-      clearTimeout(call.timer);
-      if (failure !== undefined) {
-        call.reject(new Error(`Python has stopped: ${failure}`));
-        return;
-      }
-      const content = JSON.parse(answer);
-      if (content.error === undefined) call.resolve(content);
-      else call.reject(new Error(content.error));
+    this.#worker.onmessage = ({ data: { isLoaded, failure, id, answer } }) => {
+      if (isLoaded) {
+        this.#isLoaded = true;
+        for (const call of this.#calls.values()) this.#watch(call);
+      } else if (failure !== undefined) this.#end(`Python has stopped: ${failure}`);
+      else this.#take(id, JSON.parse(answer));
     };
     this.#worker.onerror = (event) => this.#end(`Python could not be started here: ${event.message ?? "the browser gives no reason"}.`);
   }
 
-  #stop(seconds) {
-    const loading = "Python has not been loaded after a minute: load the page again.";
-    this.#end(this.#isLoaded ? `The code ran for ${seconds} seconds without an end, so it was stopped. Is there an endless loop in it?` : loading);
+  #take(id, content) {
+    const call = this.#calls.get(id);
+    if (call === undefined) return;
+    this.#calls.delete(id);
+    clearTimeout(call.timer);
+    if (content.error === undefined) call.resolve(content);
+    else call.reject(new Error(content.error));
   }
 
+  #watch(call) {
+    const sentence = `The code ran for ${call.longest} seconds without an end, so it was stopped. Is there an endless loop in it?`;
+    call.timer = setTimeout(() => this.#end(sentence), 1000 * call.longest);
+  }
+
+  /** The next call starts another one. */
   #end(sentence) {
-    this.#worker.terminate();
+    this.#worker?.terminate();
     this.#worker = null;
     for (const { reject, timer } of this.#calls.values()) {
       clearTimeout(timer);

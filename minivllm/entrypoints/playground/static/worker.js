@@ -21,15 +21,30 @@ prepare()
 })();
 
 async function fetchAll() {
-  const names = await (await fetch("files.json")).json();
-  return Promise.all(names.map(async (name) => [name, await (await fetch(name)).arrayBuffer()]));
+  const names = await (await get("files.json")).json();
+  return Promise.all(names.map(async (name) => [name, await (await get(name)).arrayBuffer()]));
 }
 
+async function get(name) {
+  const response = await fetch(name);
+  if (!response.ok) throw new Error(`${name} cannot be loaded (status ${response.status})`);
+  return response;
+}
+
+function lastLine(error) {
+  return String(error.message ?? error).trim().split("\n").at(-1);
+}
+
+ready.then(
+  () => self.postMessage({ isLoaded: true }),
+  (error) => self.postMessage({ failure: lastLine(error) }),
+);
+
 self.onmessage = async ({ data: { id, message } }) => {
+  const call = await ready;
   try {
-    const call = await ready;
     self.postMessage({ id, answer: call(message) });
   } catch (error) {
-    self.postMessage({ id, failure: String(error.message ?? error).trim().split("\n").at(-1) });
+    self.postMessage({ failure: lastLine(error) });
   }
 };
