@@ -171,7 +171,7 @@ def test_a_class_that_loads_its_own_weights_gets_random_ones_too(llama_folder):
 def test_no_weights_are_downloaded(monkeypatch, tmp_path):
     patterns = []
 
-    def download(name, allow_patterns):
+    def download(name, allow_patterns, ignore_patterns=()):
         patterns.extend(allow_patterns)
         (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
         return str(tmp_path)

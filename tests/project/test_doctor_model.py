@@ -216,7 +216,7 @@ def test_a_model_of_the_hub_needs_no_weights_here(folder, examine, tmp_path, mon
 def test_no_weights_are_downloaded(folder, examine, monkeypatch):
     patterns = []
 
-    def download(name, allow_patterns):
+    def download(name, allow_patterns, ignore_patterns=()):
         patterns.extend(allow_patterns)
         return str(folder)
 
