@@ -157,12 +157,12 @@ def test_axe_finds_no_serious_fault(opened, address, scheme):
     page.screenshot(path=SCREENSHOTS / f"race_{scheme}.png", full_page=True)
     faults = []
     for _ in range(2):
-        page.add_script_tag(content=AXE.read_text())
+        page.evaluate(AXE.read_text())  # the page allows no script of others
         for violation in page.evaluate("async () => (await axe.run({ iframes: false })).violations"):
             if violation["impact"] in ("serious", "critical"):
                 faults.append((page.url, violation["id"], violation["nodes"][0]["html"][:200]))
         page.goto(address.replace("index.html", "exercise.html#07"))
-        expect(page.locator("#points")).to_contain_text("0 of 20")
+        expect(page.locator("#points")).to_contain_text("0 of 19")
         page.screenshot(path=SCREENSHOTS / f"exercise_{scheme}.png")
     assert not faults
 

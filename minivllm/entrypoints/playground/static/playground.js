@@ -146,6 +146,7 @@ function begin() {
     },
     ({ engine, printed }) => {
       startOver(engine);
+      printedSoFar = "";
       showPrinted(printed);
     },
   );
@@ -182,9 +183,13 @@ function advance(numSteps) {
   );
 }
 
-/** What the reader's code has printed in the last call. */
+const MOST_PRINTED = 2000;
+let printedSoFar = "";
+
+/** The last of what the reader's code has printed since the run began. */
 function showPrinted(text) {
-  tell("printed", text || null);
+  printedSoFar = (printedSoFar + text).slice(-MOST_PRINTED);
+  tell("printed", printedSoFar || null);
 }
 
 // -- playing -------------------------------------------------------------------------------------------------------------------------
