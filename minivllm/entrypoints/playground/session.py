@@ -223,7 +223,7 @@ def race(runs: list[dict[str, Any]]) -> dict[str, Any]:
     first, second = traces
     assert first is not None and second is not None
     diff = diff_traces((runs[0]["name"], runs[1]["name"]), (first, second))
-    return {"page": to_page(diff, "A race of two schedulers"), "height": 1150}
+    return {"page": to_page(diff, "A race of two schedulers"), "height": 1000}
 
 
 _session: Session | None = None
