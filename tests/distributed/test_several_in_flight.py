@@ -124,7 +124,12 @@ def test_all_that_a_request_gets_is_the_same(one, several, limits, workload, wit
 
 def test_as_many_steps_are_in_flight_as_the_layout_allows(several, layout):
     engine, most = several, 0
-    engine.core.use_scheduler(type(engine.scheduler))
+    limits = {
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": MAX_MODEL_LEN,
+        "enable_chunked_prefill": False,
+    }  # not those of an earlier test
+    engine.core.use_scheduler(type(engine.scheduler), replace(engine.core.scheduler_config, **limits))
     for i in range(6):
         engine.add_request(str(i), [5 + i, 6], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     while engine.has_unfinished_requests():
