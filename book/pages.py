@@ -11,9 +11,11 @@ import inspect
 import math
 import re
 import shutil
+from base64 import b64decode
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import nbformat
 
@@ -55,6 +57,7 @@ def prepare(folder: Path) -> None:
     for path in BOOK.glob("*.md"):
         shutil.copy(path, folder)
     write_reference(folder / "reference", lessons)
+    write_figures(folder / "figures", lessons)
 
 
 def write(folder: Path, path: Path, text: str) -> None:
@@ -129,6 +132,44 @@ def link_to_pages(text: str, path: Path, folder: Path) -> str:
         return f"{match[1]}.md"
 
     return LINK.sub(replace, text)
+
+
+def write_figures(folder: Path, lessons: list[Path]) -> None:
+    """A page for each function of `minivllm.viz` that lessons draw with: its first picture there, what it says of itself, and where it is used."""
+    folder.mkdir()
+    shown: dict[str, dict[str, None]] = {}
+    for path in lessons:
+        notebook = nbformat.read(path, 4)
+        known = {name: module for module, name in imports(notebook) if module.startswith("minivllm.viz.")}
+        for cell in notebook.cells:
+            pictures = [output.data["image/png"] for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
+            called = [name for name in known if re.search(rf"\b{name}\(", cell.source)]
+            if pictures and called:
+                name = called[-1]  # the others make what it draws
+                if name not in shown:
+                    (folder / f"{name}.png").write_bytes(b64decode(pictures[0]))
+                    write_figure(folder, name, getattr(import_module(known[name]), name))
+                shown.setdefault(name, {})[path.name] = None
+    for name, names in shown.items():
+        links = ", ".join(f"[{name[:2]}](../notebooks/{name})" for name in names)
+        with (folder / f"{name}.md").open("a", encoding="utf-8") as page:
+            page.write(f"\nIn lessons {links}.\n")
+    cards = "\n".join(f"- [![{name}]({name}.png)]({name}.md)\n\n  `{name}`" for name in shown)
+    toctree = "\n".join(shown)
+    (folder / "index.md").write_text(
+        f"# Figures\n\nWhat the package draws, each as it first stands in a lesson.\n\n:::{{container}} figures\n{cards}\n:::\n\n"
+        f"```{{toctree}}\n:hidden:\n\n{toctree}\n```\n",
+        encoding="utf-8",
+    )
+
+
+def write_figure(folder: Path, name: str, function: Any) -> None:
+    """The page of a figure."""
+    module = function.__module__
+    (folder / f"{name}.md").write_text(
+        f"# `{name}`\n\n![What {name} draws]({name}.png)\n\n```{{eval-rst}}\n.. autofunction:: {module}.{name}\n   :no-index:\n```\n",
+        encoding="utf-8",
+    )
 
 
 def write_reference(folder: Path, lessons: list[Path]) -> None:
