@@ -20,7 +20,7 @@ from minivllm.entrypoints.playground.exercise import LESSONS, run_check
 from minivllm.entrypoints.playground.server import make_server
 
 SITE = ROOT / "out/book/html/playground"
-EVERY = 1 if NIGHTLY else 8
+EVERY = 1 if NIGHTLY else 25
 ANSWERS = [(number, answer) for number in LESSONS for kind in ("wrong", "right") for answer in read_answers(number, kind)]
 WITHOUT_TORCH = """
 import json, sys
@@ -81,6 +81,7 @@ def test_other_answers_have_the_same_points(number, answer):
     assert_same(run_cells(cells), {name: run_check(run) for name, run in checks_of(cells).items()})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs_chromium
 @pytest.mark.skipif(not (SITE / "files.json").exists(), reason="there is no playground: `make book`")
@@ -104,7 +105,7 @@ def test_a_browser_gives_the_same_points_and_keeps_them():
         page.reload()
         sync_api.expect(page.locator("#points")).to_contain_text("3 of 19 points")
         sync_api.expect(page.locator(".answer .cm-content").first).to_contain_text("self.free_blocks")
-        for number, answer in ANSWERS[:: 1 if NIGHTLY else 24]:
+        for number, answer in ANSWERS[:: 1 if NIGHTLY else 60]:
             solved = read_cells(number)
             cells = without_earlier_checks(solved, answer.make(solved))
             call = "async (check) => { window.python ??= new (await import('./python.js')).Python(); return window.python.call({ check }, 60); }"

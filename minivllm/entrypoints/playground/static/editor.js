@@ -24,6 +24,7 @@ export function makeEditor(parent, onChange) {
   });
   const label = EditorView.contentAttributes.of({ "aria-label": "Python code" });
   const view = new EditorView({ parent, extensions: [basicSetup, python(), indentUnit.of("    "), watch, label] });
+  view.scrollDOM.tabIndex = 0; // the keyboard scrolls it
   return {
     /** What was typed counts from now on. */
     settle,
