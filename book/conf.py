@@ -51,4 +51,7 @@ html_theme = "furo"
 html_static_path = [str(Path(__file__).resolve().parent / "_static")]
 html_css_files = ["book.css"]
 html_show_sourcelink = False
+html_sidebars = {
+    f"{folder}/**": [] for folder in ("minivllm", "tests", "benchmarks")
+}  # pages of code: their menus would weigh more than they
 html_copy_source = False

@@ -155,19 +155,17 @@ def write_figures(folder: Path, lessons: list[Path]) -> None:
         with (folder / f"{name}.md").open("a", encoding="utf-8") as page:
             page.write(f"\nIn lessons {links}.\n")
     cards = "\n".join(f"- [![{name}]({name}.png)]({name}.md)\n\n  `{name}`" for name in shown)
-    toctree = "\n".join(shown)
-    (folder / "index.md").write_text(
-        f"# Figures\n\nWhat the package draws, each as it first stands in a lesson.\n\n:::{{container}} figures\n{cards}\n:::\n\n"
-        f"```{{toctree}}\n:hidden:\n\n{toctree}\n```\n",
-        encoding="utf-8",
+    text = (
+        f"# Figures\n\nWhat the package draws, each as it first stands in a lesson.\n\n:::{{container}} figures\n{cards}\n:::\n"
     )
+    (folder / "index.md").write_text(text, encoding="utf-8")
 
 
 def write_figure(folder: Path, name: str, function: Any) -> None:
     """The page of a figure."""
     module = function.__module__
     (folder / f"{name}.md").write_text(
-        f"# `{name}`\n\n![What {name} draws]({name}.png)\n\n```{{eval-rst}}\n.. autofunction:: {module}.{name}\n   :no-index:\n```\n",
+        f"---\norphan: true\n---\n# `{name}`\n\n![What {name} draws]({name}.png)\n\n```{{eval-rst}}\n.. autofunction:: {module}.{name}\n   :no-index:\n```\n",
         encoding="utf-8",
     )
 
