@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,14 @@ def test_a_race_compares_two_runs_of_the_same_requests():
     assert "Both runs have the same steps." in same["page"]
     runs[1]["code"] = f"{BASE}    def schedule(self):\n        return self.nothing\n"
     assert json.loads(session_module.call(json.dumps({"race": runs})))["error"].startswith("AttributeError")
+
+
+def test_the_example_on_the_page_runs():
+    block = re.search(r"```text\n(  from minivllm.*?)```", (PACKAGE.parent / "docs/playground.md").read_text(), flags=re.DOTALL)[
+        1
+    ]
+    session = Session(Settings(arrivals="at-once"), textwrap.dedent(block))
+    most = 0
+    while not (answer := session.advance(8))["done"]:
+        most = max(most, answer["report"]["num_running"])
+    assert most == 4
