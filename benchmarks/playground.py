@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="store the results here")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    loads, rates = [], []
+    loads, rates, times = [], [], []
     with make_server(ROOT / "out/book/html/playground", 0) as server, open_browser() as browser:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for _ in range(arguments.repeats):
@@ -69,18 +69,19 @@ def main() -> None:
             page.wait_for_function("() => document.getElementById('running-count').textContent === '64'")
             rates.append(page.evaluate(FRAMES, 1.5))
             assert int(page.inner_text("#running-count")) > 40
-            times, sizes = page.evaluate(STEPS, {**SETTINGS, "num_requests": 64, "max_num_seqs": 16, "mean_output_len": 400, "distribution": "uniform", "arrivals": "at-once"})  # fmt: skip
+            of_page, sizes = page.evaluate(STEPS, {**SETTINGS, "num_requests": 64, "max_num_seqs": 16, "mean_output_len": 400, "distribution": "uniform", "arrivals": "at-once"})  # fmt: skip
             assert set(sizes) == {16}
+            times += of_page
             page.close()
         server.shutdown()
-    step = statistics.median(times)
+    step, p95 = statistics.median(times), sorted(times)[int(0.95 * len(times))]
     rows = [
         ("first step drawn after loading", f"{statistics.median(loads):.1f} s", f"{max(loads):.1f} s", "5 s"),
         ("frames a second, 64 sequences and 512 blocks", f"{statistics.median(rates):.0f}", f"{min(rates):.0f}", "30"),
-        ("a step of 16 sequences, to the page and back", f"{step:.1f} ms", f"{sorted(times)[190]:.1f} ms (p95)", "10 ms"),
+        ("a step of 16 sequences, to the page and back", f"{step:.1f} ms", f"{p95:.1f} ms (p95)", "10 ms"),
     ]
     table = format_table(("in headless Chromium", "median", "worst", "bar"), rows)
-    results = {"load_seconds": loads, "frames_per_second": rates, "step_ms": {"median": step, "p95": sorted(times)[190]}}
+    results = {"load_seconds": loads, "frames_per_second": rates, "step_ms": {"median": step, "p95": p95}}
     report("The playground", table, results, file=arguments.json)
 
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from minivllm.bench.trace_diff import diff_traces, plan, to_page, to_svg
+from minivllm.bench.trace_diff import COLORS, diff_traces, plan, to_page, to_svg
 from minivllm.bench.trace_summary import summarize_trace
 from minivllm.bench.workloads import generate_requests
 from minivllm.entrypoints.cli.main import main
@@ -76,3 +76,10 @@ def test_the_command_prints_the_difference_and_writes_the_page(traces, tmp_path,
     assert (tmp_path / "diff.html").read_text().startswith("<!doctype html>")
     assert main(["trace", "diff", *files, "--html", str(tmp_path / "nowhere/diff.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_colours_are_those_of_all_figures():
+    """Which need matplotlib, as the command and the browser do not."""
+    from minivllm.viz.palette import REQUEST_COLORS
+
+    assert COLORS == REQUEST_COLORS

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_families import greedy_of_transformers
 from test_models import engine_logits, random_prompts
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -132,14 +133,6 @@ def load(folder, **args) -> LLM:
     return LLM(folder, skip_tokenizer_init=True, **{"num_gpu_blocks_override": 40, "block_size": 8} | args)
 
 
-def tokens_of(model, prompt, num_tokens):
-    output = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
-    return output[0, len(prompt) :].tolist()
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("name", ["mistral", "mixed"])
@@ -154,7 +147,7 @@ def test_logits_and_tokens_equal_transformers(request, name, backend):
         assert expected.std() > 0.05, "the logits are too flat to tell anything"
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == tokens_of(model, prompt, 30)
+        assert output.outputs[0].token_ids == greedy_of_transformers(model, prompt, 30)
 
 
 def test_layers_are_one_compiled_call_only_if_their_windows_are_alike(mistral):
@@ -204,7 +197,7 @@ def test_a_backend_that_does_not_honour_windows_is_refused(mistral):
     for backend in (SaysSo, Inherits):
         params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
         output = load(mistral[1], attention_backend=backend).generate(prompt, params, use_tqdm=False)
-        assert output[0].outputs[0].token_ids == tokens_of(mistral[0], prompt[0], 5)
+        assert output[0].outputs[0].token_ids == greedy_of_transformers(mistral[0], prompt[0], 5)
 
 
 # -- the cache -------------------------------------------------------------------------------------------------------------
@@ -233,7 +226,7 @@ def test_sequences_grow_far_beyond_the_cache(mistral, options):
     assert manager.get_num_free_gpu_blocks() == 10
     assert not manager.num_freed_blocks
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == tokens_of(model, prompt, 60)
+        assert output.outputs[0].token_ids == greedy_of_transformers(model, prompt, 60)
 
 
 def test_without_chunks_a_sequence_has_room_in_the_cache(mistral):

@@ -24,6 +24,7 @@ from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.trace import StepRecord
 from minivllm.entrypoints.dashboard.step_view import StepView
+from minivllm.entrypoints.playground.exercise import run_check
 from minivllm.errors import MinivllmError
 from minivllm.executor.simulated import VirtualClock
 from minivllm.simulation.engine import make_simulated_engine, simulate
@@ -241,8 +242,6 @@ def call(message: str) -> str:
                 _session = Session(Settings(**request["begin"]), request.get("code", ""))
                 answer = {"engine": _session.describe()}
             elif "check" in request:
-                from minivllm.entrypoints.playground.exercise import run_check
-
                 answer = run_check(request["check"])
             elif "race" in request:
                 answer = race(request["race"])
