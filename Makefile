@@ -6,7 +6,7 @@ VENV ?= .venv
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab notebooks exercises book test-minimum lint check-vllm-links gpu-check cpu-check clean
+.PHONY: help setup demo test lab notebooks exercises book release check-release test-minimum lint check-vllm-links gpu-check cpu-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,14 @@ exercises: setup ## Renew the cells that all notebooks share, and make the exerc
 book: setup ## Make a website of the course, in out/book/html (Python 3.11 or newer)
 	@"$(VENV)/bin/python" -c "import furo, myst_nb" 2>/dev/null || "$(VENV)/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt furo myst-nb sphinx
 	@"$(VENV)/bin/python" book/build.py $(ARGS)
+
+release: book ## Build a release, wheel and source archive, in dist/
+	@"$(VENV)/bin/python" -c "import build" 2>/dev/null || "$(VENV)/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt build
+	@"$(VENV)/bin/python" tools/release.py $(ARGS)
+
+# Packages in KEEP stay at their pinned versions, such as a torch without CUDA: make check-release KEEP=torch
+check-release: release ## Install the release in an empty environment, with the newest packages, and use it
+	@"$(PYTHON)" tools/check_release.py --keep $(KEEP)
 
 # Packages in KEEP stay at their pinned versions, where the oldest cannot be had: make test-minimum KEEP="torch triton"
 test-minimum: ## Run the tests with the oldest versions that pyproject.toml allows, in an environment of their own

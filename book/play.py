@@ -42,7 +42,26 @@ def build_playground(folder: Path, scratch: Path) -> None:
         raise SystemExit("npm was not found, and the playground needs Pyodide and CodeMirror from it: install Node.js.") from None
     wheels = [fetch_wheel("msgspec", scratch, WASM_PYTHON), fetch_wheel("tqdm", scratch, [])]
     assemble(folder, packages / "pyodide", bundle, wheels)
+    (folder / "licenses.txt").write_text(licenses(packages), encoding="utf-8")
     write_exercises(folder)
+
+
+def licenses(packages: Path) -> str:
+    """What the packages from npm ask to be shipped with them. The wheels have theirs inside."""
+    names, parts = ["pyodide", "codemirror", "@codemirror/lang-python"], []
+    for name in names:  # which grows: Pyodide is self-contained, the editor is a bundle of its dependencies, too
+        package = json.loads((packages / name / "package.json").read_text(encoding="utf-8"))
+        if name != "pyodide":
+            names += [other for other in package.get("dependencies", {}) if other not in names]
+        texts = [path.read_text(encoding="utf-8") for path in (packages / name).glob("LICENSE*")]
+        parts.append("\n".join([f"{name} {package['version']}, {package['license']}, {address(package)}", *texts]))
+    return f"\n{'=' * 80}\n".join(parts)
+
+
+def address(package: dict[str, Any]) -> str:
+    """Where a package's source is."""
+    repository = package["repository"]
+    return repository if isinstance(repository, str) else repository["url"]
 
 
 def fetch_wheel(package: str, folder: Path, options: list[str]) -> Path:

@@ -9,7 +9,7 @@ OPENMP_SPINS = "10000"
 if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = OPENMP_SPINS
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 if TYPE_CHECKING:
     from minivllm.config import EngineArgs as EngineArgs

@@ -100,6 +100,8 @@ def set_up(venv: Path, constraints: str = "") -> None:
     problem = python_problem(sys.version_info[:2]) or venv_problem(importlib.util.find_spec) or folder_problem(venv)
     if problem:
         raise SetupError(problem)
+    pins = venv / MINIMUM if constraints else ROOT / "constraints.txt"
+    steps = make_steps(venv, pins, new=not usable)  # before the folder goes: this Python may lie in it
     if usable:
         stamp.unlink()
     else:
@@ -108,10 +110,8 @@ def set_up(venv: Path, constraints: str = "") -> None:
         problem = space_problem(shutil.disk_usage(str(venv)).free / 1e9)
         if problem:
             raise SetupError(problem)
-    pins = venv / MINIMUM if constraints else ROOT / "constraints.txt"
     if constraints:
         pins.write_text(constraints, encoding="utf-8")
-    steps = make_steps(venv, pins, new=not usable)
     print(f"Setting up {venv} with Python {platform.python_version()}. What is done is logged in {venv / LOG}", flush=True)
     for number, step in enumerate(steps, start=1):
         run_step(step, f"[{number}/{len(steps)}]", venv / LOG)

@@ -53,7 +53,9 @@ def find_progress(lessons: Path, exercises: Path) -> list[Progress]:
     """
     paths = sorted(lessons.glob("*.ipynb"))
     if not paths:
-        raise CourseError(f"There are no lessons in {lessons}: run this in a copy of the repository.")
+        raise CourseError(
+            f"There are no lessons in {lessons}: run this in a copy of the repository, or in an unpacked source archive of a release."
+        )
     found = []
     for path in paths:
         lesson, exercise = read_notebook(path), exercises / path.name

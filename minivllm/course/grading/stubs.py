@@ -9,8 +9,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from IPython.core.inputtransformer2 import TransformerManager
-
 from minivllm.course.exercise_cells import BEGIN_SOLUTION
 
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -62,6 +60,8 @@ def make_stubs(asked: dict[str, bool], defined: set[str]) -> tuple[str, list[str
 
 def parse(source: str) -> ast.Module:
     """A cell's syntax tree; that of nothing if it is not valid Python."""
+    from IPython.core.inputtransformer2 import TransformerManager  # of the extra "course"
+
     first, _, rest = source.lstrip().partition("\n")
     try:
         return ast.parse(TransformerManager().transform_cell(rest if first.startswith("%%") else source))

@@ -40,7 +40,7 @@ def add_course_command(commands) -> None:  # noqa: ANN001
 
     play = add_command(below, "play", run_course_play, "serve the playground: the engine in the browser", "minivllm course play")
     add_option(play, "--port PORT", 8008, "where it is served, on this machine only")
-    add_option(play, "--folder FOLDER", Path, "the playground's files (default: those of `make book`)")
+    add_option(play, "--folder FOLDER", Path, "the playground's files (default: those of the package, or of `make book`)")
 
     summary = "write the exercises as an nbgrader course"
     export = add_command(below, "export", run_course_export, summary, "minivllm course export my_class")
@@ -62,10 +62,11 @@ def run_course(arguments: argparse.Namespace) -> int:
 
 def run_course_play(arguments: argparse.Namespace) -> int:
     """Serve the playground until Ctrl-C."""
-    from minivllm.entrypoints.playground.server import serve_playground
+    from minivllm.entrypoints.playground.server import PACKAGED, serve_playground
 
     project = Path(__file__).resolve().parents[3]
-    serve_playground(arguments.folder or project / "out/book/html/playground", arguments.port)
+    folder = PACKAGED if PACKAGED.exists() else project / "out/book/html/playground"
+    serve_playground(arguments.folder or folder, arguments.port)
     return 0
 
 

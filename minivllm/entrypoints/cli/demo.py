@@ -65,11 +65,18 @@ def demo(folder: Path) -> None:
     print("\n3. The two timelines of the long-tailed workload, as a picture")
     print(f"   {_draw({result.scheduler: result.trace for result in results if result.workload == DISTRIBUTIONS[-1]}, folder)}")
     minivllm = Path(sys.executable).with_name("minivllm")
+    package = Path(__file__).parents[2]
+    in_repository = (package.parent / "notebooks").is_dir()
+    play = "step through the scheduler in your browser, and change it"
     commands = {
-        "make lab": "open the course in JupyterLab, at lesson 00",
+        **(
+            {"make lab": "open the course in JupyterLab, at lesson 00"}
+            if in_repository
+            else {f"{_short(minivllm)} course play": play}
+        ),
         f"{_short(minivllm)} chat": "talk to the model",
         f"{_short(minivllm)} bench offline -h": "compare static and continuous batching on your own workload",
-        "minivllm/core/scheduler.py": "read the scheduler that makes the difference",
+        str(_short(package / "core/scheduler.py")): "read the scheduler that makes the difference",
     }
     print("\n4. What to do next")
     for command, what in commands.items():

@@ -319,6 +319,7 @@ find("share").addEventListener("click", async () => {
   tellNews(isCopied ? "The link is copied. It has these settings and this code." : "The link is in the address bar. It has these settings and this code.");
 });
 window.addEventListener("hashchange", () => location.reload());
+find("book").hidden = new URL("../index.html", location.href).pathname === location.pathname; // served without one
 
 onThemeChange(() => {
   panels.blockMap.repaint();
