@@ -71,6 +71,23 @@ def test_the_readers_scheduler_runs_and_who_it_starves_is_named():
     assert said == {"Request #3 has waited for its first token while more than 8 that came later have finished."}
 
 
+def test_who_gets_a_first_token_and_then_no_other_is_named_too():
+    code = f"""{BASE}
+    def _schedule_decodes(self, output):
+        kept = [seq for seq in self.running if seq.request.request_id == "3" and seq.num_output_tokens]
+        for seq in kept:
+            self.running.remove(seq)
+        super()._schedule_decodes(output)
+        for seq in kept:
+            self.running.append(seq)
+"""
+    session, said = Session(Settings(), code), set()
+    with pytest.raises(RuntimeError, match="1 request is unfinished"):
+        while True:
+            said.update(session.advance(16)["starving"])
+    assert said == {"Request #3 has waited for its next token while more than 8 that came later have finished."}
+
+
 def test_the_readers_block_manager_runs():
     code = (PACKAGE / "core/block_space_manager.py").read_text()
     assert "        self.watermark_blocks = int(watermark * num_gpu_blocks)" in code

@@ -32,7 +32,7 @@ from minivllm.simulation.engine import make_simulated_engine, simulate
 READER = "your code"
 """The name of the reader's code in tracebacks."""
 MOST_OVERTAKEN = 8
-"""A waiting request starves once more than so many that came later have finished."""
+"""A request starves once more than so many that came later have finished since its last token."""
 LONGEST_ADVANCE = 0.1
 """Seconds of this machine after which steps are reported, though more were asked for."""
 MOST_PRINTED = 2000
@@ -109,7 +109,9 @@ class Session:
         self.engine = make_simulated_engine(clock=self.clock, **options)
         self.engine.core.snapshot_requests()
         self._overtaken: dict[str, int] = {}
-        """Unfinished requests without a token, in order of arrival, and how many that came later have finished."""
+        """Unfinished requests in order of arrival, and how many that came later have finished since its last token."""
+        self._started: set[str] = set()
+        """Requests with a token."""
 
     def describe(self) -> dict[str, Any]:
         """What the live page's event "engine" tells."""
@@ -141,7 +143,8 @@ class Session:
             "now": self.clock.now,
             "done": not self.waiting_to_arrive and not self.engine.has_unfinished_requests(),
             "starving": [
-                f"Request #{request_id} has waited for its first token while more than {MOST_OVERTAKEN} that came later have finished."
+                f"Request #{request_id} has waited for its {'next' if request_id in self._started else 'first'} token while more than "
+                f"{MOST_OVERTAKEN} that came later have finished."
                 for request_id, count in self._overtaken.items()
                 if count > MOST_OVERTAKEN
             ],
@@ -169,11 +172,13 @@ class Session:
         return True
 
     def _watch(self, step: StepRecord) -> None:
-        """Note who has got a first token, and who has been overtaken."""
+        """Note who has got a token, and who has been overtaken."""
         for item in step.scheduled:
             if item.num_new_tokens:
-                self._overtaken.pop(item.key.request_id, None)
+                self._overtaken[item.key.request_id] = 0
+                self._started.add(item.key.request_id)
         for finish in step.finished:
+            self._overtaken.pop(finish[0], None)
             for request_id in self._overtaken:
                 if int(request_id) > int(finish[0]):
                     break
