@@ -98,7 +98,8 @@ def about(notebook: nbformat.NotebookNode, path: Path) -> str:
     minutes = 5 * math.ceil((words / WORDS_PER_MINUTE + lines / LINES_PER_MINUTE) / 5)
     parts = [
         f"**About {minutes} minutes** to read and run",
-        f"**Run it**: `make lab`, then `notebooks/{path.name}`",
+        f"**Run it**: [open it in JupyterLab](http://localhost:8888/lab/tree/notebooks/{path.name}) while `make lab` runs, or"
+        f' <a href="{path.name}" download>download the notebook</a>',
     ]
     if (ROOT / "exercises" / path.name).exists():
         browser = (

@@ -115,6 +115,8 @@ def test_a_lesson_has_all_its_figures_its_folds_and_what_belongs_to_it(name, pag
     assert "to read and run" in text
     assert (f"../exercises/{name}.html" in page.about) == (ROOT / f"exercises/{name}.ipynb").exists()
     assert (f"../playground/exercise.html#{name[:2]}" in page.about) == (name[:2] in ("04", "07", "10"))
+    assert f"http://localhost:8888/lab/tree/notebooks/{name}.ipynb" in page.about and f"{name}.ipynb" in page.about
+    assert (SITE / f"notebooks/{name}.ipynb").read_bytes() == (ROOT / f"notebooks/{name}.ipynb").read_bytes()
 
 
 def widgets(name):
