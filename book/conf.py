@@ -49,6 +49,7 @@ def setup(app: Sphinx) -> None:
 html_theme = "furo"
 html_static_path = [str(Path(__file__).resolve().parent / "_static")]
 html_css_files = ["book.css"]
+html_js_files = [("book.js", {"defer": ""})]
 html_show_sourcelink = False
 html_sidebars = {
     f"{folder}/**": [] for folder in ("minivllm", "tests", "benchmarks")

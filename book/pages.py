@@ -29,7 +29,8 @@ LINES_PER_MINUTE = 10  # of code, read and run
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)((?:#[^)\s]*)?)(?=\))")
 TERM = re.compile(r'<a id="([\w-]+)"></a>\n\*\*(.+?)\*\*: ')
 VLLM_FILE = re.compile(r"`(vllm/[\w./-]+\.\w+)`")
-SITUATION = re.compile(r'name: "([^"]+)",\s*text: "[^"]*\(Lesson (\d\d)\)"')
+SITUATION = re.compile(r'name: "([^"]+)",\s*text: "[^"]*\(Lesson (\d\d)\)"(?:,\s*widget: "([^"]+)")?')
+WIDGET = "application/vnd.jupyter.widget-view+json"
 LANGUAGES = {".py": "python", ".json": "json", ".c": "c", ".sh": "sh"}
 LARGEST_PAGE = 2**17  # bytes of code; a larger file can be downloaded instead
 
@@ -68,15 +69,26 @@ def write(folder: Path, path: Path, text: str) -> None:
 
 
 def prepare_lesson(notebook: nbformat.NotebookNode, path: Path) -> None:
-    """Fold what JupyterLab folds, leave out widgets, which have a picture beside them, and say below the title what belongs to the lesson."""
+    """Fold what JupyterLab folds, leave out widgets, which have a picture beside them, put a button over those that the playground can
+    take the place of, and say below the title what belongs to the lesson.
+    """
     uncover_answers(notebook)
+    widgets = {widget: number for number, _, widget in situations(path.name[:2])}
     for cell in notebook.cells:
         if cell.cell_type == "code":
             if is_folded(cell):
                 cell.metadata.setdefault("tags", []).append("hide-output")
             for output in cell.outputs:
-                output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+                output.get("data", {}).pop(WIDGET, None)
+            if cell.id in widgets:
+                cell.outputs.insert(0, nbformat.v4.new_output("display_data", {"text/html": play_here(widgets[cell.id])}))
     notebook.cells.insert(1, nbformat.v4.new_markdown_cell(about(notebook, path)))
+
+
+def play_here(number: int) -> str:
+    """A button that puts a situation of the playground in the place of the picture below it, for `book.js` to show."""
+    link = f'<a href="../playground/index.html#{number}">Open it on a page of its own</a>'
+    return f'<p class="play-here" hidden><button type="button">Play with it here</button> {link}</p>'
 
 
 def about(notebook: nbformat.NotebookNode, path: Path) -> str:
@@ -86,7 +98,8 @@ def about(notebook: nbformat.NotebookNode, path: Path) -> str:
     minutes = 5 * math.ceil((words / WORDS_PER_MINUTE + lines / LINES_PER_MINUTE) / 5)
     parts = [
         f"**About {minutes} minutes** to read and run",
-        f"**Run it**: `make lab`, then `notebooks/{path.name}`",
+        f"**Run it**: [open it in JupyterLab](http://localhost:8888/lab/tree/notebooks/{path.name}) while `make lab` runs, or"
+        f' <a href="{path.name}" download>download the notebook</a>',
     ]
     if (ROOT / "exercises" / path.name).exists():
         browser = (
@@ -95,19 +108,19 @@ def about(notebook: nbformat.NotebookNode, path: Path) -> str:
         parts.append(f"**[Exercise](../exercises/{path.name})**{browser}")
     files = sorted({name for cell in notebook.cells if cell.cell_type == "markdown" for name in VLLM_FILE.findall(cell.source)})
     if plays := situations(path.name[:2]):
-        links = ", ".join(f'<a href="../playground/index.html#{number}">{name}</a>' for number, name in plays)
+        links = ", ".join(f'<a href="../playground/index.html#{number}">{name}</a>' for number, name, _ in plays)
         parts.append(f"**Play** with the engine, in the browser: {links}")
     if files:
         parts.append("**In vLLM**: " + ", ".join(f"`{name}`" for name in files))
     return "\n".join([":::{container} about", *(f"- {part}" for part in parts), ":::"])
 
 
-def situations(lesson: str) -> list[tuple[int, str]]:
-    """Numbers and names of the playground's situations from a lesson."""
+def situations(lesson: str) -> list[tuple[int, str, str]]:
+    """Numbers and names of the playground's situations from a lesson, and the cells of the widgets that show them."""
     text = (ROOT / "minivllm/entrypoints/playground/static/presets.js").read_text(encoding="utf-8")
     found = SITUATION.findall(text)
     assert len(found) == text.count("name: "), "each situation names its lesson, on the same line as its text"
-    return [(number, name) for number, (name, number_of_lesson) in enumerate(found) if number_of_lesson == lesson]
+    return [(number, name, widget) for number, (name, of_lesson, widget) in enumerate(found) if of_lesson == lesson]
 
 
 def link_to_pages(text: str, path: Path, folder: Path) -> str:

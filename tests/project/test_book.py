@@ -5,13 +5,18 @@ Skipped where it has not been built. That Sphinx warns of nothing is checked by 
 
 from __future__ import annotations
 
+import re
+import threading
+from base64 import b64decode
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
-from browser import SCREENSHOTS, needs_chromium, open_browser
+from browser import SCREENSHOTS, needs_chromium, open_browser, sync_api
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "out/book/html"
@@ -19,6 +24,11 @@ AXE = ROOT / "book/node_modules/axe-core/axe.min.js"
 LESSONS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 LOOKED_AT = ("index", f"notebooks/{LESSONS[6]}", "notebooks/glossary", "docs/using", "reference/minivllm.core", "search")
 MIB = 2**20
+SHOWS_THE_ENGINE = re.compile(r"\b(?:play|play_race)\(|\bknobs\(serve\b")
+PLAY_HERE = re.compile(
+    r'<p class="play-here" hidden><button type="button">[^<]+</button> <a href="\.\./playground/index\.html#(\d+)">.*?<img [^>]*src="([^"]+)"',
+    re.DOTALL,
+)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (SITE / "index.html").exists(), reason="the book is not built: `make book`"),
@@ -105,6 +115,30 @@ def test_a_lesson_has_all_its_figures_its_folds_and_what_belongs_to_it(name, pag
     assert "to read and run" in text
     assert (f"../exercises/{name}.html" in page.about) == (ROOT / f"exercises/{name}.ipynb").exists()
     assert (f"../playground/exercise.html#{name[:2]}" in page.about) == (name[:2] in ("04", "07", "10"))
+    assert f"http://localhost:8888/lab/tree/notebooks/{name}.ipynb" in page.about and f"{name}.ipynb" in page.about
+    assert (SITE / f"notebooks/{name}.ipynb").read_bytes() == (ROOT / f"notebooks/{name}.ipynb").read_bytes()
+
+
+def widgets(name):
+    """The pictures beside the widgets of a lesson that show the engine."""
+    for cell in nbformat.read(ROOT / f"notebooks/{name}.ipynb", 4).cells:
+        for output in cell.get("outputs", []):
+            if SHOWS_THE_ENGINE.search(cell.source) and "application/vnd.jupyter.widget-view+json" in output.get("data", {}):
+                yield b64decode(output.data["image/png"])
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_where_a_widget_shows_the_engine_a_button_brings_a_situation_of_this_lesson_and_the_picture_is_there(name):
+    presets = (ROOT / "minivllm/entrypoints/playground/static/presets.js").read_text(encoding="utf-8")
+    lessons = re.findall(r"\(Lesson (\d\d)\)", presets)
+    found = PLAY_HERE.findall((SITE / f"notebooks/{name}.html").read_text(encoding="utf-8"))
+    assert [(SITE / "notebooks" / source).read_bytes() for _, source in found] == list(widgets(name))
+    assert {lessons[int(number)] for number, _ in found} <= {name[:2]}
+    assert len({number for number, _ in found}) == len(found)
+
+
+def test_all_lessons_whose_widgets_show_the_engine_are_known():
+    assert [name[:2] for name in LESSONS for _ in widgets(name)] == ["00", "04", "07", "07", "08", "09", "10"]
 
 
 @needs_chromium
@@ -136,3 +170,54 @@ def test_an_answer_is_shown_when_it_is_asked_for():
             assert not any(fold.locator(".cell_output").first.is_visible() for fold in folds.all())
             folds.first.locator("summary").click()
             assert folds.first.locator(".cell_output").first.is_visible()
+
+
+@pytest.fixture(scope="module")
+def address():
+    class Files(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=str(SITE))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@needs_chromium
+@pytest.mark.parametrize(("theme", "background"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(28, 31, 36)")])
+def test_the_engine_steps_in_the_place_of_a_picture_as_light_or_dark_as_the_book(address, theme, background):
+    name, fetched = LESSONS[7], []
+    with open_browser() as browser:
+        page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme="light" if theme == "dark" else "dark")
+        page.goto((SITE / f"notebooks/{name}.html").as_uri())
+        sync_api.expect(page.locator(".play-here").last).to_be_hidden()  # without a server Python cannot be loaded
+        page.on("request", lambda request: fetched.append(request.url))
+        page.goto(f"{address}/notebooks/{name}.html")
+        page.evaluate("(theme) => { document.body.dataset.theme = theme; }", theme)
+        assert not [url for url in fetched if "playground" in url]
+        cell = page.locator(".cell_output", has=page.locator(".play-here")).last
+        cell.get_by_role("button", name="Play with it here").press("Enter")
+        frame = cell.frame_locator("iframe")
+        sync_api.expect(frame.locator("body[data-ready]")).to_be_attached()
+        frame.locator("#step").click()
+        sync_api.expect(frame.locator("#batch-rows tr")).to_have_count(3)
+        sync_api.expect(frame.locator("#preset")).to_have_value("three requests, nine blocks")
+        height = cell.locator("iframe").bounding_box()["height"]
+        for number in range(2, 22):
+            frame.locator("#step").click()
+            sync_api.expect(frame.locator("#clock")).to_contain_text(f"{number} steps")
+        sync_api.expect(frame.locator("#batch-rows tr")).to_have_count(2)
+        assert cell.locator("iframe").bounding_box()["height"] == height
+        assert frame.locator("body").evaluate("(body) => getComputedStyle(body).backgroundColor") == background
+        sync_api.expect(cell.locator("img")).to_be_hidden()
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= 390
+        frame.locator("#fold summary").click()
+        (inside,) = (one for one in page.frames if "embedded.html" in one.url)
+        inside.evaluate(AXE.read_text(encoding="utf-8"))
+        violations = inside.evaluate("async () => (await axe.run({ iframes: false })).violations")
+        assert not [one["nodes"][0]["html"] for one in violations if one["impact"] in ("serious", "critical")]
+        cell.locator("iframe").screenshot(path=SCREENSHOTS / f"book_embedded_{theme}.png")
+        cell.get_by_role("button", name="Back to the picture").click()
+        sync_api.expect(cell.locator("img")).to_be_visible()
+        sync_api.expect(cell.locator("iframe")).to_have_count(0)

@@ -181,6 +181,15 @@ def test_the_page_begins_with_the_same_settings():
         assert page.count(f'name="{name}"') == 1
 
 
+def test_a_lessons_situation_makes_the_steps_of_the_lesson():
+    """That of lesson 07 with nine blocks: request 2 gives way in step 19, counted from 0."""
+    presets = (STATIC / "presets.js").read_text()
+    found = re.search(r'name: "three requests, nine blocks".*?settings: (\{.*?\})', presets, flags=re.DOTALL)[1]
+    session = Session(Settings(**json.loads(re.sub(r"(\w+):", r'"\1":', found))))
+    happenings = [(step, one) for step in range(20) for one in session.advance(1)["report"]["happenings"]]
+    assert [(step, one["number"]) for step, one in happenings if one["what"] == "preempted"] == [(19, 2)]
+
+
 def test_the_package_in_the_browser_has_all_that_a_session_imports():
     files = {path for part in PARTS for path in PACKAGE.glob(part)}
     code = (

@@ -20,6 +20,8 @@ PARTS = ("*.py", "bench/*.py", "core/*.py", "data_parallel/*.py", "engine/*.py",
 """The package's files that the simulated engine imports, with those around them."""
 EDITABLE = {"scheduler": "core/scheduler.py", "block_space_manager": "core/block_space_manager.py"}
 """What the reader can begin to edit."""
+EMBEDDED = '<link rel="stylesheet" href="embedded.css"><script type="module" src="embedded.js"></script>'
+FOLD = '<details id="fold" class="wide"><summary>Settings</summary><div id="fields">'
 
 
 def assemble(folder: Path, pyodide: Path, editor: Path, wheels: list[Path]) -> None:
@@ -52,6 +54,7 @@ def assemble(folder: Path, pyodide: Path, editor: Path, wheels: list[Path]) -> N
     names = ["minivllm.zip", *(path.name for path in wheels)]
     (folder / "files.json").write_text(json.dumps(names), encoding="utf-8")
     (folder / "index.html").write_text(make_page(), encoding="utf-8")
+    (folder / "embedded.html").write_text(make_embedded_page(), encoding="utf-8")
 
 
 def make_page() -> str:
@@ -70,6 +73,21 @@ def make_page() -> str:
         (r"(\s*)(<script)", r'\1<link rel="stylesheet" href="playground.css">\1\2'),
         (r">The last minute<", ">The last minute of the engine’s clock<"),
     ]
+    return change(page, changes)
+
+
+def make_embedded_page() -> str:
+    """The page in a frame of the book: without its header, and with the settings folded but for the situation."""
+    changes = [
+        (r"<header>.*?</header>\s*", ""),
+        (r'(<p id="preset-text".*?</p>)(.*?)(</form>)', rf"\1{FOLD}\2</div></details>\3"),
+        (r"(\s*)(<script)", rf"\1{EMBEDDED}\1\2"),
+    ]
+    return change(make_page(), changes)
+
+
+def change(page: str, changes: list[tuple[str, str]]) -> str:
+    """A page with each pattern replaced, which must be there."""
     for pattern, replacement in changes:
         page, count = re.subn(pattern, replacement, page, flags=re.DOTALL)
         assert count, pattern

@@ -23,12 +23,14 @@ export function currentTheme() {
   return theme;
 }
 
-/** Call back whenever the page has become light or dark. */
+/** Call back whenever the page has become light or dark: as the system does, or by the page's own event "theme". */
 export function onThemeChange(callback) {
-  darkPage.addEventListener("change", () => {
+  const change = () => {
     theme = null;
     callback();
-  });
+  };
+  darkPage.addEventListener("change", change);
+  document.addEventListener("theme", change);
 }
 
 /** The colour of a request by its number: one of eight; for the next eight one of them darkened, for the next lightened. */
