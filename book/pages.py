@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import re
 import shutil
 from base64 import b64decode
@@ -20,12 +19,11 @@ from typing import Any
 import nbformat
 
 from minivllm.course.folds import is_folded, uncover_answers
+from minivllm.course.progress import minutes_to_read
 from minivllm.entrypoints.playground.exercise import LESSONS
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ROOT / "book"
-WORDS_PER_MINUTE = 200
-LINES_PER_MINUTE = 10  # of code, read and run
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)((?:#[^)\s]*)?)(?=\))")
 TERM = re.compile(r'<a id="([\w-]+)"></a>\n\*\*(.+?)\*\*: ')
 VLLM_FILE = re.compile(r"`(vllm/[\w./-]+\.\w+)`")
@@ -93,11 +91,8 @@ def play_here(number: int) -> str:
 
 def about(notebook: nbformat.NotebookNode, path: Path) -> str:
     """How long a lesson takes, how to run it, its exercise, its situations in the playground, and the files of vLLM that it speaks of."""
-    words = sum(len(cell.source.split()) for cell in notebook.cells if cell.cell_type == "markdown")
-    lines = sum(len(cell.source.splitlines()) for cell in notebook.cells if cell.cell_type == "code")
-    minutes = 5 * math.ceil((words / WORDS_PER_MINUTE + lines / LINES_PER_MINUTE) / 5)
     parts = [
-        f"**About {minutes} minutes** to read and run",
+        f"**About {minutes_to_read(notebook)} minutes** to read and run",
         f"**Run it**: [open it in JupyterLab](http://localhost:8888/lab/tree/notebooks/{path.name}) while `make lab` runs, or"
         f' <a href="{path.name}" download>download the notebook</a>',
     ]

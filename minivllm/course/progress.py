@@ -68,7 +68,7 @@ def find_progress(lessons: Path, exercises: Path) -> list[Progress]:
             Progress(
                 path.stem,
                 _title(lesson),
-                _minutes(lesson),
+                minutes_to_read(lesson),
                 points if checks else None,
                 sum(check.points for check in checks.values()),
                 was_run,
@@ -110,7 +110,7 @@ def _title(notebook: Any) -> str:
     return heading[1] if heading else ""
 
 
-def _minutes(notebook: Any) -> int:
+def minutes_to_read(notebook: Any) -> int:
     """Minutes to read a lesson, rounded up to five."""
     words = sum(len(cell["source"].split()) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
     lines = sum(cell["source"].count("\n") + 1 for cell in notebook["cells"] if cell["cell_type"] == "code")
