@@ -121,7 +121,9 @@ def test_a_browser_gives_points_and_keeps_them(page):
     page.keyboard.press("Control+a")
     page.keyboard.insert_text(pool.source)
     page.locator(".check button").first.click()
-    sync_api.expect(page.locator(".check .said").first).to_have_text("✓ the pool hands out free blocks and counts tables (3 points)")
+    sync_api.expect(page.locator(".check .said").first).to_have_text(
+        "✓ the pool hands out free blocks and counts tables (3 points)"
+    )
     page.reload()
     sync_api.expect(page.locator("#points")).to_contain_text("3 of 19 points")
     sync_api.expect(page.locator(".answer .cm-content").first).to_contain_text("self.free_blocks")
