@@ -144,8 +144,10 @@ def test_a_browser_refuses_every_wrong_answer_where_and_as_jupyter_does(page, nu
 
 @in_a_browser
 def test_all_checks_of_an_answer_have_in_a_browser_the_points_of_jupyter(page):
-    """Of right answers and of wrong ones, which may fail later checks, too."""
-    for number, answer in ANSWERS[:: 1 if NIGHTLY else 60]:
+    """Of right answers and of wrong ones, which may fail later checks, too; but not of one that imports NumPy."""
+    portable = [(number, answer) for number, answer in ANSWERS if not any("numpy" in new for _, new in answer.changes)]
+    assert len(ANSWERS) - len(portable) == 1
+    for number, answer in portable[:: 1 if NIGHTLY else 60]:
         solved = read_cells(number)
         cells = without_earlier_checks(solved, answer.make(solved))
         assert_same(run_cells(cells), {name: run_in(page, run) for name, run in checks_of(cells).items()})
