@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import zip_longest
@@ -17,7 +17,9 @@ GOALS = Goals(ttft=300, tpot=100)
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#B8A900")
 """Those of the figures and of the live page."""
 WIDTH, LEFT, TITLE, AXIS = 900, 44, 22, 26
-MOST_NAMED = 12
+MOST_NAMED, MOST_ROWS = 12, 24
+Plan = tuple[tuple[str, str, int], ...]
+"""What a step does, as (action, sequence, tokens)."""
 
 
 @dataclass(frozen=True)
@@ -28,24 +30,25 @@ class TraceDiff:
         names, traces: Of the runs.
         rows: A quantity, and its value in each run, in words.
         step: The first step with another plan; None if there is none.
-        plans: That step in words, in each run.
+        plans: What each run does in that step; nothing if it has ended.
     """
 
     names: tuple[str, str]
     traces: tuple[EngineTrace, EngineTrace]
     rows: list[tuple[str, str, str]]
     step: int | None
-    plans: tuple[str, str]
+    plans: tuple[Plan, Plan]
 
     @property
     def part(self) -> str:
         """Where the runs part, in a sentence."""
-        if self.step is None:
-            return "Both runs have the same steps."
-        return f"The first step that differs is step {self.step}. {self.names[0]}: {self.plans[0]}. {self.names[1]}: {self.plans[1]}."
+        return "Both runs have the same steps." if self.step is None else f"The first step that differs is step {self.step}."
 
     def __str__(self) -> str:
-        return f"{format_table(('', *self.names), self.rows)}\n\n{self.part}"
+        text = f"{format_table(('', *self.names), self.rows)}\n\n{self.part}"
+        if self.step is None:
+            return text
+        return text + "".join(f" {name}: {describe(plan)}." for name, plan in zip(self.names, self.plans, strict=True))
 
 
 def diff_traces(names: tuple[str, str], traces: tuple[EngineTrace, EngineTrace]) -> TraceDiff:
@@ -60,7 +63,7 @@ def diff_traces(names: tuple[str, str], traces: tuple[EngineTrace, EngineTrace])
         rows.append(("requests", *(f"{len(trace.requests)}, not the same ones" for trace in traces)))
     plans = enumerate(zip_longest(*(map(plan, trace) for trace in traces), fillvalue=()))
     step, differing = next(((number, pair) for number, pair in plans if pair[0] != pair[1]), (None, ((), ())))
-    return TraceDiff(names, traces, rows, step, (describe(differing[0]), describe(differing[1])))
+    return TraceDiff(names, traces, rows, step, differing)
 
 
 _QUANTITIES = (
@@ -79,9 +82,6 @@ def _in_words(value: float | None, form: str) -> str:
     if value is None or value != value:
         return "–"
     return f"{1000 * value:.0f} ms" if form == "s" else f"{value:{form}}"
-
-
-Plan = tuple[tuple[str, str, int], ...]
 
 
 def plan(step: StepRecord) -> Plan:
@@ -109,23 +109,53 @@ def describe(plan: Plan) -> str:
 
 
 def to_html(diff: TraceDiff) -> str:
-    """The table, the sentence and the bars, to be put into a page."""
-    cells = "".join(
-        f"<tr><th scope='row'>{escape(name)}</th><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for name, a, b in diff.rows
-    )
-    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in diff.names)
-    table = f"<table class='diff'><thead><tr><td></td>{head}</tr></thead><tbody>{cells}</tbody></table>"
-    return f"{table}<p>{escape(diff.part)}</p>{to_svg(diff)}"
+    """The tables and the bars, to be put into a page."""
+    step = "" if diff.step is None else _step_to_html(diff)
+    numbers = _table(diff.names, [(escape(name), escape(a), escape(b)) for name, a, b in diff.rows])
+    return f"{numbers}<p>{diff.part}</p>{step}{to_svg(diff)}"
+
+
+def _table(names: tuple[str, str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows of HTML: a head, and a value in each run."""
+    cells = "".join(f"<tr><th scope='row'>{head}</th><td>{a}</td><td>{b}</td></tr>" for head, a, b in rows)
+    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in names)
+    return f"<table class='diff'><thead><tr><td></td>{head}</tr></thead><tbody>{cells}</tbody></table>"
+
+
+def _step_to_html(diff: TraceDiff) -> str:
+    """The step that differs: a row for each sequence with which the runs do not do the same, and in words what both do."""
+    parts = [{name: _describe_part(action, tokens) for action, name, tokens in plan} for plan in diff.plans]
+    numbers = {_name(request_id, 0): i for i, request_id in enumerate({**diff.traces[1].requests, **diff.traces[0].requests})}
+    numbers |= {name: numbers[name.rpartition("/")[0]] for name in parts[0] | parts[1] if name not in numbers}
+    differ = sorted((name for name in parts[0] | parts[1] if parts[0].get(name) != parts[1].get(name)), key=numbers.__getitem__)
+    rows = [
+        (
+            f"<i style='background:{COLORS[numbers[name] % len(COLORS)]}'></i>{escape(name)}",
+            *(part.get(name, "–") for part in parts),
+        )
+        for name in differ[:MOST_ROWS]
+    ]
+    more = f"<p>And {len(differ) - MOST_ROWS} more.</p>" if len(differ) > MOST_ROWS else ""
+    same = tuple(part for part in diff.plans[0] if part[1] not in differ)
+    both = f"<p>Both{'' if differ else ', in another order'}: {escape(describe(same))}.</p>" if same else ""
+    return f"{_table(diff.names, rows) if rows else ''}{more}{both}"
+
+
+def _describe_part(action: str, tokens: int) -> str:
+    return f"{action}ed" if not tokens else action if tokens == 1 else f"{action}, {tokens} tokens"
 
 
 def to_page(diff: TraceDiff, title: str = "Two runs") -> str:
     """A page of its own, which needs no other file."""
     style = (
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#333}"
+        "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:light-dark(#333,#e4e6e8)}"
         "table.diff{border-collapse:collapse}.diff th,.diff td{padding:2px 14px 2px 0;text-align:left}.diff td{font-variant-numeric:tabular-nums}"
-        "svg{max-width:100%;height:auto}"
+        "i{display:inline-block;width:12px;height:12px;margin-right:6px}th:has(i){white-space:nowrap}svg{max-width:100%;height:auto;margin-top:1rem}"
     )
-    head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{escape(title)}</title><style>{style}</style>"
+    head = (
+        "<meta charset='utf-8'><meta name='viewport' content='width=device-width'><meta name='color-scheme' content='light dark'>"
+        f"<title>{escape(title)}</title><style>{style}</style>"
+    )
     return f"<!doctype html><html lang='en'><head>{head}</head><body><h1>{escape(title)}</h1>{to_html(diff)}</body></html>\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from xml.etree import ElementTree
 
@@ -29,6 +30,37 @@ def test_the_first_step_that_differs_is_found_and_told(traces):
     assert plans[0][: diff.step] == plans[1][: diff.step]
     assert plans[0][diff.step] != plans[1][diff.step]
     assert f"The first step that differs is step {diff.step}. recompute: " in str(diff)
+    assert diff.plans == (plans[0][diff.step], plans[1][diff.step])
+
+
+def test_the_page_has_a_row_for_each_sequence_that_the_runs_treat_differently_in_that_step():
+    diff = diff_traces(("static & slow", "continuous"), (run(scheduler="static"), run()))
+    page = to_page(diff)
+    table = page.split(f"<p>The first step that differs is step {diff.step}.</p>")[1].partition("<svg")[0]
+    rows = [
+        tuple(re.sub("<.*?>", "", cell) for cell in re.findall("<t[hd].*?</t[hd]>", row))
+        for row in re.findall("<tr>.*?</tr>", table)
+    ]
+    assert rows[0] == ("", "static &amp; slow", "continuous")
+    decoded, prefilled = diff.plans
+    assert {action for action, *_ in decoded} == {"decode"} and {action for action, *_ in prefilled} == {"prefill"}
+    assert rows[1:] == [(name, "decode", "–") for _, name, _ in decoded] + [
+        (name, "–", f"prefill, {tokens} tokens") for _, name, tokens in prefilled
+    ]
+
+
+def test_the_page_says_what_both_do_in_that_step_and_what_one_preempts(traces):
+    both = ("decode", "#3", 1)
+    diff = dataclasses.replace(
+        diff_traces(("a", "b"), traces), plans=((("preempt", "#4", 0), both), (both, ("prefill", "#11/1", 7)))
+    )
+    page = to_page(diff)
+    assert "#4</th><td>preempted</td><td>–</td>" in page and "#11/1</th><td>–</td><td>prefill, 7 tokens</td>" in page
+    assert "<p>Both: decode #3.</p>" in page
+    other_order = dataclasses.replace(diff, plans=((both, ("decode", "#5", 1)), (("decode", "#5", 1), both)))
+    assert "<p>Both, in another order: decode #3, #5.</p>" in to_page(other_order)
+    many = dataclasses.replace(diff, plans=(tuple(("decode", f"#0/{i}", 1) for i in range(1, 31)), ()))
+    assert "<p>And 6 more.</p>" in to_page(many)
 
 
 def test_the_numbers_are_those_of_the_summaries(traces):

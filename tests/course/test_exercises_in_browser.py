@@ -81,33 +81,73 @@ def test_other_answers_have_the_same_points(number, answer):
     assert_same(run_cells(cells), {name: run_check(run) for name, run in checks_of(cells).items()})
 
 
-@pytest.mark.long
-@pytest.mark.slow
-@needs_chromium
-@pytest.mark.skipif(not (SITE / "files.json").exists(), reason="there is no playground: `make book`")
-def test_a_browser_gives_the_same_points_and_keeps_them():
+def refused(number):
+    """Each wrong answer, and the cells to run for the check that refuses it in Jupyter, up to which all pass: see lesson_checks.py."""
+    for answer in read_answers(number, "wrong"):
+        cells = answer.make(read_cells(number))
+        (name,) = (cell.name for cell in cells if cell.kind == "check" and f'check("{answer.about}"' in cell.source)
+        yield answer, checks_of(cells)[name]
+
+
+def in_a_browser(test):
+    is_missing = pytest.mark.skipif(not (SITE / "files.json").exists(), reason="there is no playground: `make book`")
+    return pytest.mark.long(pytest.mark.slow(needs_chromium(is_missing(test))))
+
+
+@pytest.fixture(scope="module")
+def page():
+    """An exercise in a browser."""
     with make_server(SITE, 0) as server, open_browser() as browser:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page = browser.new_page()
-        address = f"http://127.0.0.1:{server.server_port}/exercise.html"
-        page.goto(f"{address}#04")
-        sync_api.expect(page.locator("#points")).to_have_text("0 of 19 points (1 more in Jupyter, with the real model)")
-        page.locator(".check button").first.click()
-        sync_api.expect(page.locator(".check .said").first).to_contain_text("Not written yet: cell pool, line ")
-        pool = next(cell for cell in read_cells("04") if cell.name == "pool")
-        page.locator(".answer .cm-content").first.click()
-        page.keyboard.press("Control+a")
-        page.keyboard.insert_text(pool.source)
-        page.locator(".check button").first.click()
-        sync_api.expect(page.locator(".check .said").first).to_have_text(
-            "✓ the pool hands out free blocks and counts tables (3 points)"
-        )
-        page.reload()
-        sync_api.expect(page.locator("#points")).to_contain_text("3 of 19 points")
-        sync_api.expect(page.locator(".answer .cm-content").first).to_contain_text("self.free_blocks")
-        for number, answer in ANSWERS[:: 1 if NIGHTLY else 60]:
-            solved = read_cells(number)
-            cells = without_earlier_checks(solved, answer.make(solved))
-            call = "async (check) => { window.python ??= new (await import('./python.js')).Python(); return window.python.call({ check }, 60); }"
-            assert_same(run_cells(cells), {name: page.evaluate(call, run) for name, run in checks_of(cells).items()})
+        page.goto(f"http://127.0.0.1:{server.server_port}/exercise.html#04")
+        yield page
         server.shutdown()
+
+
+def run_in(page, cells):
+    """`run_check` in a page."""
+    call = "async (check) => { window.python ??= new (await import('./python.js')).Python(); return window.python.call({ check }, 60); }"
+    return page.evaluate(call, cells)
+
+
+@in_a_browser
+def test_a_browser_gives_points_and_keeps_them(page):
+    sync_api.expect(page.locator("#points")).to_have_text("0 of 19 points (1 more in Jupyter, with the real model)")
+    page.locator(".check button").first.click()
+    sync_api.expect(page.locator(".check .said").first).to_contain_text("Not written yet: cell pool, line ")
+    pool = next(cell for cell in read_cells("04") if cell.name == "pool")
+    page.locator(".answer .cm-content").first.click()
+    page.keyboard.press("Control+a")
+    page.keyboard.insert_text(pool.source)
+    page.locator(".check button").first.click()
+    sync_api.expect(page.locator(".check .said").first).to_have_text(
+        "✓ the pool hands out free blocks and counts tables (3 points)"
+    )
+    page.reload()
+    sync_api.expect(page.locator("#points")).to_contain_text("3 of 19 points")
+    sync_api.expect(page.locator(".answer .cm-content").first).to_contain_text("self.free_blocks")
+
+
+@in_a_browser
+@pytest.mark.parametrize("number", LESSONS)
+def test_a_browser_refuses_every_wrong_answer_where_and_as_jupyter_does(page, number):
+    accepted, said = [], {}
+    for answer, cells in refused(number):
+        result = run_in(page, cells)
+        if result["passed"]:
+            accepted.append(answer.name)
+        elif answer.words not in result["text"]:
+            said[answer.name] = result["text"]
+    assert accepted == [] and said == {}
+
+
+@in_a_browser
+def test_all_checks_of_an_answer_have_in_a_browser_the_points_of_jupyter(page):
+    """Of right answers and of wrong ones, which may fail later checks, too; but not of one that imports NumPy."""
+    portable = [(number, answer) for number, answer in ANSWERS if not any("numpy" in new for _, new in answer.changes)]
+    assert len(ANSWERS) - len(portable) == 1
+    for number, answer in portable[:: 1 if NIGHTLY else 60]:
+        solved = read_cells(number)
+        cells = without_earlier_checks(solved, answer.make(solved))
+        assert_same(run_cells(cells), {name: run_in(page, run) for name, run in checks_of(cells).items()})

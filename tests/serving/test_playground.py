@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from minivllm.entrypoints.cli.main import main
 from minivllm.entrypoints.playground import session as session_module
+from minivllm.entrypoints.playground.race import Race
 from minivllm.entrypoints.playground.server import make_server
 from minivllm.entrypoints.playground.session import Session, Settings
 from minivllm.entrypoints.playground.site import PACKAGE, PARTS, STATIC, make_page
@@ -218,11 +220,69 @@ def test_a_race_compares_two_runs_of_the_same_requests():
     ]
     answer = json.loads(session_module.call(json.dumps({"race": runs})))
     assert "The first step that differs is step" in answer["page"] and "B: &lt;own&gt;" in answer["page"]
+    assert answer["moments"] == sorted(set(answer["moments"])) and answer["first"] is not None
     assert len(re.findall("<rect ", answer["page"])) == 2 * 3 * 64, "each request waits, is prefilled and decodes"
     same = json.loads(session_module.call(json.dumps({"race": [runs[0], runs[0]]})))
-    assert "Both runs have the same steps." in same["page"]
+    assert "Both runs have the same steps." in same["page"] and same["first"] is None
     runs[1]["code"] = f"{BASE}    def schedule(self):\n        return self.nothing\n"
     assert json.loads(session_module.call(json.dumps({"race": runs})))["error"].startswith("AttributeError")
+
+
+@pytest.fixture(scope="module")
+def raced():
+    """Two runs with preemptions and a gap in which the engine has nothing to do."""
+    chosen = Settings(num_requests=12, arrival_rate=0.5, arrivals="bursts", num_gpu_blocks=24)
+    traces = [
+        simulate(chosen.requests(), **chosen.engine_options() | {"preemption_mode": mode}).trace for mode in ("recompute", "swap")
+    ]
+    for trace in traces:
+        assert any(step.preempted for step in trace) and any(step.end < later.start for step, later in pairwise(trace))
+    return tuple(traces)
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_a_race_shows_both_runs_as_they_were_at_any_moment_in_any_order(raced, data):
+    race = Race(raced)
+    pages = [{"tables": {}, "ended": 0} for _ in raced]
+    for number in data.draw(st.lists(st.integers(0, len(race.moments) - 1), min_size=1, max_size=8)):
+        moment = race.moments[number]
+        for trace, page, shown in zip(raced, pages, race.look(number), strict=True):
+            step = [step for step in trace if step.start - trace[0].start <= moment][-1]
+            assert shown["num_steps"] == trace.steps.index(step) + 1 and shown["num_steps_of_run"] == len(trace)
+            assert shown["is_idle"] == (step.end - trace[0].start <= moment)
+            if shown["is_new"]:
+                page |= {"tables": {}, "ended": 0}
+            if (report := shown["report"]) is not None:
+                tables = {
+                    (s["request_id"], s["index"]): page["tables"].get((s["request_id"], s["index"]), ())[: s["keep"]]
+                    + s["blocks"]
+                    for s in report["sequences"]
+                }
+                page |= {"tables": tables, "waiting": report["waiting"]}
+                page["ended"] += sum(happening["what"] == "ended" for happening in report["happenings"])
+            if not shown["is_idle"] or report is not None:
+                assert page["tables"] == step.block_tables | step.swapped_tables
+            assert len(page["waiting"]) == step.num_waiting
+            assert page["ended"] == sum(len(each.finished) for each in trace[: shown["num_steps"]])
+            if shown["is_idle"]:
+                page["tables"] = {}  # as the page does
+
+
+def test_a_race_knows_all_that_have_ended_and_the_moment_of_a_step(raced):
+    many = Settings(num_requests=300, arrivals="at-once", mean_prompt_len=4, mean_output_len=2)
+    race = Race((simulate(many.requests(), **many.engine_options()).trace,))
+    (shown,) = race.look(len(race.moments) - 1)
+    assert sum(happening["what"] == "ended" for happening in shown["report"]["happenings"]) == 300 and shown["is_idle"]
+    race = Race(raced)
+    assert race.moment_of(None) is None and race.moment_of(0) == 0
+    longer = max(raced, key=len)
+    assert race.moments[race.moment_of(len(longer) - 1)] == pytest.approx(longer[-1].start - longer[0].start)
+
+
+def test_looking_at_a_race_that_python_has_forgotten_is_told(monkeypatch):
+    monkeypatch.setattr(session_module, "_race", None)
+    assert tell({"look": 3})["error"] == "The runs are gone, because Python was stopped: race again."
 
 
 def test_the_example_on_the_page_runs():

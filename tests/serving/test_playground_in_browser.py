@@ -167,6 +167,101 @@ def test_axe_finds_no_serious_fault(opened, address, scheme):
     assert not faults
 
 
+def race(page, **changes):
+    """Against the run that is set, with other settings."""
+    page.click("#keep")
+    for name, value in changes.items():
+        page.select_option(f"[name={name}]", value)
+    page.click("#race")
+    expect(page.locator("#race-result")).to_be_visible()
+
+
+def expect_both(page, selector, texts):
+    expect(page.locator(f"#race-runs {selector}")).to_contain_text(texts)
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_both_runs_of_a_race_are_seen_at_one_moment(opened, width):
+    page = opened("#1", viewport={"width": width, "height": 900})
+    race(page, scheduler="continuous")
+    first, second = page.locator("#race-runs > div").all()
+    expect(first).to_contain_text("A: static")
+    expect(second).to_contain_text("B: continuous")
+    expect(page.locator("#race-clock")).to_contain_text("here they part")
+    expect(first.locator("#step-sentence")).to_contain_text("decode of")
+    expect(second.locator("#step-sentence")).to_contain_text("prefill of")
+    expect_both(page, "#waiting-count", ["32", "30"])
+    parted = (page.inner_text("#race-clock"), first.inner_text(), second.inner_text())
+    page.click("#race-back")
+    expect_both(page, "#step-sentence", 2 * ["decode of 16 sequences, 16 tokens, 33 ms; 183 of 256 blocks free"])
+    page.locator("#race-moment").focus()
+    page.keyboard.press("Home")
+    expect(page.locator("#race-clock")).to_have_text("0.000 s")
+    expect_both(page, "#ended-count", ["0", "0"])
+    expect(page.locator("#race-back")).to_be_disabled()
+    page.keyboard.press("ArrowRight")
+    expect_both(page, "> div > p", 2 * ["step 1; the last is"])
+    page.keyboard.press("End")
+    expect(first).to_contain_text("all requests have ended")
+    expect_both(page, "#ended-count", ["48", "48"])
+    expect(page.locator("#race-step")).to_be_disabled()
+    page.click("#race-first")
+    expect(page.locator("#race-clock")).to_have_text(parted[0])
+    expect_both(page, "#running-count", ["14", "16"])
+    assert (first.inner_text(), second.inner_text()) == parted[1:], "going back shows what going there showed"
+    above, below = first.bounding_box(), second.bounding_box()
+    assert (below["y"] > above["y"]) == (width == 390) and (below["x"] > above["x"]) == (width == 1400)
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    page.locator("#race-result").screenshot(path=SCREENSHOTS / f"race_{width}.png")
+
+
+def test_a_race_plays_to_its_end_and_its_page_is_seen_whole(opened):
+    page = opened("#1")
+    race(page, scheduler="continuous")
+    page.fill("#speed", "8")
+    page.click("#race-play")
+    expect(page.locator("#race-play")).to_have_text("Pause")
+    expect(page.locator("#race-runs > div").first).to_contain_text("all requests have ended", timeout=20_000)
+    expect(page.locator("#race-play")).to_have_text("Play both")
+    frame = page.frame_locator("#race-frame").locator("html")
+    assert abs(frame.evaluate("(html) => html.scrollHeight") - page.locator("#race-frame").bounding_box()["height"]) <= 1
+    page.set_viewport_size({"width": 420, "height": 800})
+    expect(page.locator("#race-frame")).not_to_have_css("height", "0px")
+    page.wait_for_function(
+        "() => { const frame = document.getElementById('race-frame');"
+        " return Math.abs(frame.contentDocument.documentElement.scrollHeight - frame.offsetHeight) <= 1; }"
+    )
+
+
+def test_a_race_whose_python_was_stopped_says_so(opened):
+    page = opened("#1")
+    race(page, scheduler="continuous")
+    set_code(page, f"{BASE}    def schedule(self):\n        while True:\n            pass\n")
+    page.click("#step")
+    expect(page.locator("#problem")).to_contain_text("Is there an endless loop in it?")
+    page.click("#race-step")
+    expect(page.locator("#problem")).to_contain_text("The runs are gone, because Python was stopped: race again.")
+
+
+HOSTILE = """<script>parent.document.title = "changed"</script><img src="x" onerror="parent.document.title = 'changed'">
+<meta http-equiv="refresh" content="0; url=exercise.html"><svg onload="parent.document.title = 'changed'"></svg>
+<iframe srcdoc="<script>parent.parent.document.title = 'changed'</script>"></iframe><a href="javascript:parent.document.title = 'changed'">here</a>
+<style>html { height: 99999px }</style>"""
+
+
+def test_no_script_runs_in_a_page_that_the_readers_code_has_changed(opened):
+    page = opened()
+    patch = f"from minivllm.entrypoints.playground import session\n\nsession.to_page = lambda *_: {HOSTILE!r}\n"
+    set_code(page, patch + f"{BASE}    pass\n")
+    title = page.title()
+    race(page)
+    page.frame_locator("#race-frame").get_by_text("here").click()
+    page.wait_for_timeout(300)
+    assert page.title() == title
+    assert [frame.url for frame in page.frames if frame.url.startswith("http")] == [page.url]
+    assert page.locator("#race-frame").bounding_box()["height"] <= 4000
+
+
 def test_code_of_a_link_waits_until_it_is_asked_for(opened):
     page = opened()
     set_code(page, f"{BASE}    print('I ran')\n")

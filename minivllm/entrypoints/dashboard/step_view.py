@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +47,20 @@ class _Sequence:
 
 
 class StepView:
-    """Takes every step, and reports what changed since the last report. Leaves out requests that no record has described yet."""
+    """Takes every step, and reports what changed since the last report. Leaves out requests that no record has described yet.
 
-    def __init__(self) -> None:
+    Args:
+        most_happenings: Latest finishes, preemptions and first tokens kept for a report; None for all.
+    """
+
+    def __init__(self, most_happenings: int | None = MOST_HAPPENINGS) -> None:
         self._step: StepRecord | None = None
         self._requests: dict[str, RequestSnapshot] = {}
         self._sequences: dict[SequenceKey, _Sequence] = {}
         self._waiting: dict[SequenceKey, None] = {}
         self._curve: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS)
-        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MOST_HAPPENINGS)
-        self._happenings: deque[dict[str, Any]] = deque(maxlen=MOST_HAPPENINGS)
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=most_happenings)
+        self._happenings: deque[dict[str, Any]] = deque(maxlen=most_happenings)
         self._reported_tables: dict[SequenceKey, tuple[int, ...]] = {}
         self._reported_cached: frozenset[int] = frozenset()
 
@@ -121,7 +126,7 @@ class StepView:
             key = SequenceKey(*item[:2])
             if item.mode == "recompute" and key in self._sequences:
                 self._waiting[key] = None
-        for key in [key for key in self._waiting if key.request_id in step.aborted]:
+        for key in _aborted(self._waiting, step):
             del self._waiting[key]
         while len(self._waiting) > step.num_waiting:  # of a step that was missed
             del self._waiting[next(iter(self._waiting))]
@@ -163,7 +168,7 @@ class StepView:
 
         for item in step.preempted:
             note("preempted", SequenceKey(*item[:2]), item.mode)
-        for key in [key for key in self._sequences if key.request_id in step.aborted]:
+        for key in _aborted(self._sequences, step):
             note("ended", key, "abort")
         for finish in step.finished:
             note("ended", SequenceKey(*finish[:2]), finish.reason)
@@ -236,3 +241,7 @@ class StepView:
                     }
                 )
         return sequences
+
+
+def _aborted(keys: Iterable[SequenceKey], step: StepRecord) -> list[SequenceKey]:
+    return [key for key in keys if key.request_id in step.aborted] if step.aborted else []

@@ -25,6 +25,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.engine.trace import StepRecord
 from minivllm.entrypoints.dashboard.step_view import StepView
 from minivllm.entrypoints.playground.exercise import run_check
+from minivllm.entrypoints.playground.race import Race
 from minivllm.errors import MinivllmError
 from minivllm.executor.simulated import VirtualClock
 from minivllm.simulation.engine import make_simulated_engine, simulate
@@ -81,7 +82,7 @@ class Settings:
 
 
 class ReaderError(Exception):
-    """The reader's code is not what the playground can run; the message says why."""
+    """What the reader asks for cannot be run; the message says why."""
 
 
 @dataclass
@@ -220,8 +221,10 @@ def explain(error: Exception) -> str:
     return "\n".join([text, *reversed(lines)])
 
 
-def race(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Two runs to their ends, compared: a `page`, and about how many pixels it is high."""
+def begin_race(runs: list[dict[str, Any]]) -> tuple[Race, dict[str, Any]]:
+    """Two runs to their ends, to be looked at moment by moment; and a `page` that compares them, all `moments` in seconds, and the number
+    of the one where they part, `first`, or None.
+    """
     traces = []
     for run in runs:
         settings = Settings(**run["settings"])
@@ -229,17 +232,21 @@ def race(runs: list[dict[str, Any]]) -> dict[str, Any]:
     first, second = traces
     assert first is not None and second is not None
     diff = diff_traces((runs[0]["name"], runs[1]["name"]), (first, second))
-    return {"page": to_page(diff, "A race of two schedulers"), "height": 1000}
+    race = Race((first, second))
+    page = to_page(diff, "A race of two schedulers")
+    return race, {"page": page, "moments": race.moments, "first": race.moment_of(diff.step)}
 
 
 _session: Session | None = None
+_race: Race | None = None
 
 
 def call(message: str) -> str:
     """What the page's worker calls, with JSON in and out: `{"begin": settings, "code": code}`, `{"advance": num_steps}`,
-    `{"race": [{"name": name, "settings": settings, "code": code}, …]}` of two, or `{"check": [[name, source], …]}`, cells and a check.
+    `{"race": [{"name": name, "settings": settings, "code": code}, …]}` of two, `{"look": number}` at a moment of the race, or
+    `{"check": [[name, source], …]}`, cells and a check.
     """
-    global _session
+    global _session, _race
     request, printed = json.loads(message), io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
@@ -249,7 +256,11 @@ def call(message: str) -> str:
             elif "check" in request:
                 answer = run_check(request["check"])
             elif "race" in request:
-                answer = race(request["race"])
+                _race, answer = begin_race(request["race"])
+            elif "look" in request:
+                if _race is None:
+                    raise ReaderError("The runs are gone, because Python was stopped: race again.")
+                answer = {"runs": _race.look(request["look"])}
             else:
                 assert _session is not None
                 answer = _session.advance(request["advance"])

@@ -92,7 +92,7 @@ def _is_telling(scheduler: Any, kind: int) -> bool:
 def make_twins(cls: Any, seed: str) -> Twins:
     """A learner's scheduler and the reference in the same situation: the package's decisions have brought both there."""
     rng = seeded(seed)
-    shape, kind = rng.random(), rng.randrange(7)
+    shape, kind = int(rng.random() * 2**61), rng.randrange(7)  # of a float, the hash would be the seed: another one in a browser
     engines = []
     for base in (_Reference, cls):
         past = type("Past", (base,), _DECISIONS)

@@ -11,15 +11,20 @@ const BLOCK_WIDTH = 31;
 export class Batch {
   #rows = new Map();
   #drawn = -1;
-  #body = document.getElementById("batch-rows");
-  #sentence = document.getElementById("step-sentence");
-  #more = document.getElementById("batch-more");
-  #empty = document.getElementById("batch-empty");
-  #frame = document.getElementById("batch-frame");
+  #body;
+  #sentence;
+  #more;
+  #empty;
+  #frame;
   #mostBlocks = 6;
 
-  constructor(state, schedule, onHighlight) {
+  constructor(state, schedule, onHighlight, root = document) {
     this.state = state;
+    this.#body = root.getElementById("batch-rows");
+    this.#sentence = root.getElementById("step-sentence");
+    this.#more = root.getElementById("batch-more");
+    this.#empty = root.getElementById("batch-empty");
+    this.#frame = root.getElementById("batch-frame");
     new ResizeObserver(([entry]) => {
       const { width } = entry.contentRect;
       this.#mostBlocks = Math.max(4, Math.floor((width > 450 ? width - BESIDE_TABLE : width - 60) / BLOCK_WIDTH));

@@ -13,12 +13,12 @@ const SMALLEST_DRAWN = 5;
 const MOST_STRIPES = 4;
 
 export class BlockMap {
-  #canvas = document.getElementById("map-canvas");
-  #frame = document.getElementById("map-frame");
-  #cursor = document.getElementById("map-cursor");
-  #detail = document.getElementById("map-detail");
-  #say = document.getElementById("map-say");
-  #context = this.#canvas.getContext("2d", { alpha: false });
+  #canvas;
+  #frame;
+  #cursor;
+  #detail;
+  #say;
+  #context;
   #width = 0;
   #layout = null;
   #looks = new Int32Array(0);
@@ -28,8 +28,15 @@ export class BlockMap {
   #highlighted = null;
   #isNew = true;
 
-  constructor(state, schedule) {
+  /** `root` has the elements: the document, or a shadow tree. */
+  constructor(state, schedule, root = document) {
     this.state = state;
+    this.#canvas = root.getElementById("map-canvas");
+    this.#frame = root.getElementById("map-frame");
+    this.#cursor = root.getElementById("map-cursor");
+    this.#detail = root.getElementById("map-detail");
+    this.#say = root.getElementById("map-say");
+    this.#context = this.#canvas.getContext("2d", { alpha: false });
     new ResizeObserver(([entry]) => {
       this.#width = Math.floor(entry.contentRect.width);
       this.repaint();

@@ -7,14 +7,14 @@ const MOST_CHIPS = 24;
 export class Queues {
   #drawn = -1;
 
-  constructor(state, schedule, onHighlight) {
+  constructor(state, schedule, onHighlight, root = document) {
     this.state = state;
-    this.preempted = document.getElementById("preempted");
+    this.preempted = root.getElementById("preempted");
     const repaint = () => {
       this.#drawn = -1;
       schedule();
     };
-    this.lists = Object.fromEntries(["waiting", "running", "swapped", "ended"].map((name) => [name, new ChipList(name, onHighlight, repaint)]));
+    this.lists = Object.fromEntries(["waiting", "running", "swapped", "ended"].map((name) => [name, new ChipList(name, onHighlight, repaint, root)]));
   }
 
   draw() {
@@ -35,9 +35,9 @@ class ChipList {
   #shown = "";
   #width = 0;
 
-  constructor(name, onHighlight, onResize) {
-    this.count = document.getElementById(`${name}-count`);
-    this.list = document.getElementById(`${name}-chips`);
+  constructor(name, onHighlight, onResize, root) {
+    this.count = root.getElementById(`${name}-count`);
+    this.list = root.getElementById(`${name}-chips`);
     this.list.addEventListener("pointerover", (event) => onHighlight(numberOf(event.target)));
     this.list.addEventListener("pointerleave", () => onHighlight(null));
     new ResizeObserver(([entry]) => {

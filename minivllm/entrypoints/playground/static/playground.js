@@ -9,6 +9,7 @@ import { LONGEST_RACE, Python } from "./python.js";
 import { LiveState } from "./state.js";
 import { onThemeChange } from "./palette.js";
 import { Queues } from "./queues.js";
+import { RaceView } from "./race.js";
 import { readLink, writeLink } from "./link.js";
 
 const find = (id) => document.getElementById(id);
@@ -260,6 +261,17 @@ for (const button of document.querySelectorAll("[data-code]")) {
 const NO_SCRIPTS = `<!doctype html><meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">`;
 let kept = null;
 let racePage = "";
+const raceView = new RaceView(python, stepsPerSecond, tellProblem);
+const raceFrame = find("race-frame");
+
+/** The frame is as high as its page. No script runs in it, so that this one may look. */
+const raceHeight = new ResizeObserver(([entry]) => {
+  raceFrame.style.height = `${Math.min(4000, entry.target.offsetHeight)}px`;
+});
+raceFrame.addEventListener("load", () => {
+  raceHeight.disconnect();
+  raceHeight.observe(raceFrame.contentDocument.documentElement);
+});
 
 /** The run as it is set now. Its name says what it is. */
 function thisRun(letter) {
@@ -284,15 +296,17 @@ find("race").addEventListener("click", async () => {
   isDone = false;
   find("race").disabled = true;
   tellNews("The race is running.");
+  let runs;
   await ask(
     () => {
       checkSettings();
-      return { race: [kept, thisRun("B")] };
+      runs = [kept, thisRun("B")];
+      return { race: runs };
     },
-    ({ page, height }) => {
+    ({ page, moments, first }) => {
       racePage = NO_SCRIPTS + page;
-      find("race-frame").srcdoc = racePage;
-      find("race-frame").style.height = `${Math.min(2000, Number(height))}px`;
+      raceFrame.srcdoc = racePage;
+      raceView.begin(runs, moments, first);
       find("race-result").hidden = false;
       find("race-result").scrollIntoView({ block: "nearest" });
       tellProblem(null);
@@ -324,6 +338,7 @@ find("book").hidden = new URL("../index.html", location.href).pathname === locat
 onThemeChange(() => {
   panels.blockMap.repaint();
   panels.batch.repaint();
+  raceView.repaint();
   schedule();
 });
 for (const name of [...PRESETS.map((preset) => preset.name), "settings of your own"]) {
