@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, default=ROOT / "out/book", metavar="FOLDER", help="where it goes (default: out/book)"
     )
-    output = parser.parse_args().output
+    output = parser.parse_args().output.resolve()  # esbuild runs in another folder
     prepare(output / "source")
     html = output / "html"
     for folder in (html, output / "doctrees"):  # of an earlier build, perhaps of pages that no longer exist
