@@ -42,13 +42,13 @@ book: setup ## Make a website of the course, in out/book/html (Python 3.11 or ne
 	@"$(VENV)/bin/python" -c "import furo, myst_nb" 2>/dev/null || "$(VENV)/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt furo myst-nb sphinx
 	@"$(VENV)/bin/python" book/build.py $(ARGS)
 
-release: book ## Build a release, wheel and source archive, in dist/
+release: book ## Build a release, wheel and sdist, in dist/
 	@"$(VENV)/bin/python" -c "import build" 2>/dev/null || "$(VENV)/bin/python" -m pip install -q --disable-pip-version-check -c constraints.txt build
 	@"$(VENV)/bin/python" tools/release.py $(ARGS)
 
 # Packages in KEEP stay at their pinned versions, such as a torch without CUDA: make check-release KEEP=torch
 check-release: release ## Install the release in an empty environment, with the newest packages, and use it
-	@"$(PYTHON)" tools/check_release.py --keep $(KEEP)
+	@"$(VENV)/bin/python" tools/check_release.py --keep $(KEEP)
 
 # Packages in KEEP stay at their pinned versions, where the oldest cannot be had: make test-minimum KEEP="torch triton"
 test-minimum: ## Run the tests with the oldest versions that pyproject.toml allows, in an environment of their own

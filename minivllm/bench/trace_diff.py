@@ -124,14 +124,18 @@ def _table(names: tuple[str, str], rows: Sequence[Sequence[str]]) -> str:
 
 def _step_to_html(diff: TraceDiff) -> str:
     """The step that differs: a row for each sequence with which the runs do not do the same, and in words what both do."""
-    parts = [{name: _describe_part(action, tokens) for action, name, tokens in plan} for plan in diff.plans]
+    parts: list[dict[str, str]] = [{}, {}]
+    for part, plan in zip(parts, diff.plans, strict=True):
+        for action, name, tokens in plan:  # two, perhaps, of one sequence: preempted and admitted again
+            what = _describe_part(action, tokens)
+            part[name] = f"{part[name]}; {what}" if name in part else what
     numbers = {_name(request_id, 0): i for i, request_id in enumerate({**diff.traces[1].requests, **diff.traces[0].requests})}
     numbers |= {name: numbers[name.rpartition("/")[0]] for name in parts[0] | parts[1] if name not in numbers}
     differ = sorted((name for name in parts[0] | parts[1] if parts[0].get(name) != parts[1].get(name)), key=numbers.__getitem__)
     rows = [
         (
             f"<i style='background:{COLORS[numbers[name] % len(COLORS)]}'></i>{escape(name)}",
-            *(part.get(name, "–") for part in parts),
+            *(part.get(name, "–" if part else "it has ended") for part in parts),
         )
         for name in differ[:MOST_ROWS]
     ]

@@ -54,7 +54,7 @@ def find_progress(lessons: Path, exercises: Path) -> list[Progress]:
     paths = sorted(lessons.glob("*.ipynb"))
     if not paths:
         raise CourseError(
-            f"There are no lessons in {lessons}: run this in a copy of the repository, or in an unpacked source archive of a release."
+            f"There are no lessons in {lessons}: run this in a copy of the repository, or in an unpacked sdist of a release."
         )
     found = []
     for path in paths:

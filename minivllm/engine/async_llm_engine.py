@@ -92,7 +92,7 @@ class AsyncLLMEngine:
     @classmethod
     def from_engine_args(
         cls,
-        args: EngineArgs,
+        engine_args: EngineArgs,
         *,
         in_process: bool = False,
         num_threads: int | None = None,
@@ -102,7 +102,7 @@ class AsyncLLMEngine:
         """Start an engine and wait until it is ready. That takes seconds, so call it by `asyncio.to_thread` in a coroutine.
 
         Args:
-            args: As for `LLMEngine`. Use `steps` instead of a trace.
+            engine_args: As for `LLMEngine`. Use `steps` instead of a trace.
             in_process: Run the core in a thread of this process, not in a process of its own.
             num_threads: Threads that the core's own process computes with; one for each processor if None.
             restart: Start another core when one dies; its requests continue there. With replicas, they continue on the others meanwhile.
@@ -113,18 +113,18 @@ class AsyncLLMEngine:
             ConfigError: The arguments cannot work together, or name a class that another process cannot import.
             EngineDeadError: A process ended before it was ready.
         """
-        if args.trace:
+        if engine_args.trace:
             raise ConfigError("A server's trace would grow forever: leave trace=True out, and watch AsyncLLMEngine.steps().")
         if in_process:
             if restart or num_threads is not None:
                 raise ConfigError("restart and num_threads need a core in a process of its own: leave out in_process.")
-            if args.parallel_config().has_replicas:
+            if engine_args.parallel_config().has_replicas:
                 raise ConfigError("Replicas run in processes of their own: leave out in_process, or data_parallel_size.")
-            return cls.from_engine(LLMEngine.from_engine_args(args), owns_core=True)
-        config = EngineConfig.from_engine_args(args)
+            return cls.from_engine(LLMEngine.from_engine_args(engine_args), owns_core=True)
+        config = EngineConfig.from_engine_args(engine_args)
         tokenizer = config.load_tokenizer()
         client = make_async_mp_client(config, num_threads, restart, others)
-        return cls(client, *_configs(config), tokenizer, seed=args.seed, detokenizer_cls=config.detokenizer_cls)
+        return cls(client, *_configs(config), tokenizer, seed=engine_args.seed, detokenizer_cls=config.detokenizer_cls)
 
     @classmethod
     def join(cls, config: EngineConfig, place: FrontendPlace, seed: int) -> AsyncLLMEngine:
@@ -195,7 +195,7 @@ class AsyncLLMEngine:
     async def generate(
         self,
         prompt: Prompt | ProcessedRequest,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -211,7 +211,7 @@ class AsyncLLMEngine:
         self.check_takes_requests()
         self._outputs.bind_to_loop()
         if not isinstance(prompt, ProcessedRequest):
-            prompt = await self.process_inputs(prompt, params, request_id, **options)
+            prompt = await self.process_inputs(prompt, sampling_params, request_id, **options)
             self.check_takes_requests()
         request_id = prompt.core_request.request_id
         if request_id in self._outputs.streams:

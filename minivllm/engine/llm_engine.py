@@ -62,11 +62,11 @@ class LLMEngine:
         self.output_processor = OutputProcessor(tokenizer, detokenizer_cls)
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, *, in_process: bool = True) -> LLMEngine:
+    def from_engine_args(cls, engine_args: EngineArgs, *, in_process: bool = True) -> LLMEngine:
         """Resolve the model, load it, size and allocate the KV cache.
 
         Args:
-            args: What to run, and how.
+            engine_args: What to run, and how.
             in_process: Run the engine core in this process, not in one of its own.
 
         Raises:
@@ -75,7 +75,7 @@ class LLMEngine:
         """
         from minivllm.engine.engine_config import EngineConfig
 
-        config = EngineConfig.from_engine_args(args)
+        config = EngineConfig.from_engine_args(engine_args)
         client: InprocClient | SyncMPClient
         if in_process and not config.parallel_config.has_replicas:
             executor = config.make_executor()  # first, because workers in other processes load the model meanwhile
@@ -86,7 +86,7 @@ class LLMEngine:
                 raise
             client = InprocClient(EngineCore.from_config(config, executor))
         else:
-            if args.trace:
+            if engine_args.trace:
                 raise ConfigError(
                     "trace=True records one engine core in this process: leave it out, or run one core in this process."
                 )
@@ -95,8 +95,8 @@ class LLMEngine:
             tokenizer = config.load_tokenizer()
             client = SyncMPClient(make_async_mp_client(config))
         configs = (config.model_config, config.cache_config, config.scheduler_config)
-        engine = cls(client, *configs, tokenizer, seed=args.seed, detokenizer_cls=config.detokenizer_cls)
-        if args.trace:
+        engine = cls(client, *configs, tokenizer, seed=engine_args.seed, detokenizer_cls=config.detokenizer_cls)
+        if engine_args.trace:
             engine.start_trace()
         return engine
 

@@ -59,6 +59,10 @@ def test_the_page_says_what_both_do_in_that_step_and_what_one_preempts(traces):
     assert "<p>Both: decode #3.</p>" in page
     other_order = dataclasses.replace(diff, plans=((both, ("decode", "#5", 1)), (("decode", "#5", 1), both)))
     assert "<p>Both, in another order: decode #3, #5.</p>" in to_page(other_order)
+    again = dataclasses.replace(diff, plans=((("preempt", "#4", 0), ("prefill", "#4", 9)), (("prefill", "#4", 9),)))
+    assert "#4</th><td>preempted; prefill, 9 tokens</td><td>prefill, 9 tokens</td>" in to_page(again)
+    ended = dataclasses.replace(diff, plans=((both,), ()))
+    assert "#3</th><td>decode</td><td>it has ended</td>" in to_page(ended)
     many = dataclasses.replace(diff, plans=(tuple(("decode", f"#0/{i}", 1) for i in range(1, 31)), ()))
     assert "<p>And 6 more.</p>" in to_page(many)
 

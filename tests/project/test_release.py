@@ -27,11 +27,9 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 
 
-def load_promises():
-    spec = importlib.util.spec_from_file_location("promises", ROOT / "tools/promises.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.promises()
+spec = importlib.util.spec_from_file_location("public_api", ROOT / "tools/public_api.py")
+public_api = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(public_api)
 
 
 def test_the_version_is_the_same_everywhere():
@@ -48,27 +46,47 @@ def test_the_citation_has_what_the_format_asks_for():
     assert citation["license"] == "Apache-2.0"
 
 
-def test_what_is_promised_is_still_there():
-    promised = json.loads((HERE / "promises.json").read_text())
-    now = load_promises()
-    assert len(promised) > 50
-    gone = {
-        name: set(values) - set(now.get(name, []))
-        for name, values in promised.items()
-        if name not in now or set(values) - set(now[name])
-    }
-    assert not gone
+@pytest.mark.parametrize("path", sorted(HERE.glob("public_api_*.json")), ids=lambda path: path.stem)
+def test_nothing_of_an_earlier_public_api_has_changed(path):
+    assert public_api.breaks(json.loads(path.read_text()), public_api.public_api()) == []
+
+
+def test_what_would_break_a_program_is_found():
+    old = json.loads((HERE / "public_api_1.0.json").read_text())
+    assert len(old) > 60 and public_api.breaks(old, old) == []
+
+    def broken(change):
+        new = json.loads(json.dumps(old))
+        change(new)
+        return public_api.breaks(old, new)
+
+    assert broken(lambda api: api.pop("LLM.chat")) == ["LLM.chat is gone."]
+    assert broken(lambda api: api["HTTP"].pop("GET /health")) == ["HTTP: GET /health is gone."]
+    assert broken(lambda api: api["EngineArgs"]["block_size"].update(default="32")) == [
+        "EngineArgs: the default of block_size was 16, and is 32."
+    ]
+    assert broken(lambda api: api["LLM.generate"]["prompts"].update(place=2)) == [
+        "LLM.generate: the place of prompts was 1, and is 2."
+    ]
+    assert broken(lambda api: api["LLM.generate"].update(mood={"default": None})) == [
+        "LLM.generate: mood is new, and must be given."
+    ]
+    assert broken(lambda api: api["LLM.generate"].update(mood={"default": "good"})) == []
+    assert broken(lambda api: api["minivllm trace export"]["--to"]["choices"].clear()) == [
+        "minivllm trace export: --to does not take chrome any more."
+    ]
 
 
 def test_the_page_names_what_is_promised():
     page = (ROOT / "docs/releases.md").read_text()
-    assert [name for name in minivllm.__all__ if f"`{name}`" not in page] == []
+    methods = {f"{name}.{method}" for name, methods in public_api.METHODS.items() for method in methods}
+    assert [name for name in {*minivllm.__all__, *methods} if f"`{name}`" not in page] == []
 
 
-def test_a_trace_of_1_0_can_be_read(tmp_path):
-    trace = EngineTrace.load(HERE / "trace_1.0.json")
-    assert len(trace) == 32
-    assert sum(len(step.preempted) for step in trace) == 4 and any(step.blocks_to_swap_out for step in trace)
+@pytest.mark.parametrize("path", sorted(HERE.glob("trace_*.json")), ids=lambda path: path.stem)
+def test_a_trace_of_an_earlier_release_can_be_read(path, tmp_path):
+    trace = EngineTrace.load(path)
+    assert any(step.preempted for step in trace) and any(step.blocks_to_swap_out for step in trace)
     assert summarize_trace(trace).ttft.p50 > 0
     trace.save(tmp_path / "again.json")
     assert EngineTrace.load(tmp_path / "again.json").to_json() == trace.to_json()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import re
 import subprocess
 import sys
 import textwrap
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.entrypoints.cli.main import main
+from minivllm.entrypoints.playground import server as server_module
 from minivllm.entrypoints.playground import session as session_module
+from minivllm.entrypoints.playground.exercise import LESSONS
 from minivllm.entrypoints.playground.race import Race
 from minivllm.entrypoints.playground.server import make_server
 from minivllm.entrypoints.playground.session import Session, Settings
@@ -211,6 +215,46 @@ def test_a_folder_without_a_playground_and_a_port_in_use_are_told(tmp_path, caps
     with make_server(tmp_path, 0) as server:
         assert main(["course", "play", "--folder", str(tmp_path), "--port", str(server.server_port)]) == 2
     assert f"Port {server.server_port} cannot be used" in capsys.readouterr().err
+
+
+@pytest.fixture
+def book(tmp_path):
+    """A book with a playground in it."""
+    (tmp_path / "playground").mkdir()
+    for name in ("searchindex.js", "index.html", "playground/files.json", "playground/index.html"):
+        (tmp_path / name).write_text("[]")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "path", ["playground/index.html", "%70layground/index.html", "/playground/index.html", "x/../playground/"]
+)
+def test_a_page_of_the_playground_may_contact_only_its_server_however_it_is_named(book, path):
+    with make_server(book / "playground", 0, book) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        headers = {}
+        for name in (path, "index.html"):
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+            connection.request("GET", f"/{name}")
+            headers[name] = connection.getresponse().headers
+            connection.close()
+        server.shutdown()
+    assert "default-src 'self'" in headers[path]["Content-Security-Policy"]
+    assert headers["index.html"]["Content-Security-Policy"] is None, "the book's pages have scripts within them"
+
+
+@pytest.mark.parametrize(("folder", "address"), [("playground", "/playground/"), (".", "/playground/")])
+def test_course_play_says_where_the_playground_is(book, folder, address, monkeypatch, capsys):
+    monkeypatch.setattr(server_module._Server, "serve_forever", lambda self: None)
+    assert main(["course", "play", "--port", "0", "--folder", str(book / folder)]) == 0
+    assert re.search(rf"The playground is at http://127.0.0.1:\d+{address}index.html", printed := capsys.readouterr().out)
+    (book / "searchindex.js").unlink()
+    assert main(["course", "play", "--port", "0", "--folder", str(book / folder)]) == 0
+    assert re.search(r"Exercises: http://127.0.0.1:\d+/exercise.html#04", capsys.readouterr().out), printed
+
+
+def test_the_page_links_to_the_exercises():
+    assert re.findall(r'href="exercise.html#(\d\d)"', make_page()) == list(LESSONS)
 
 
 def test_a_race_compares_two_runs_of_the_same_requests():

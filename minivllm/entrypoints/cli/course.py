@@ -62,11 +62,9 @@ def run_course(arguments: argparse.Namespace) -> int:
 
 def run_course_play(arguments: argparse.Namespace) -> int:
     """Serve the playground until Ctrl-C."""
-    from minivllm.entrypoints.playground.server import PACKAGED, serve_playground
+    from minivllm.entrypoints.playground.server import serve_playground
 
-    project = Path(__file__).resolve().parents[3]
-    folder = PACKAGED if PACKAGED.exists() else project / "out/book/html/playground"
-    serve_playground(arguments.folder or folder, arguments.port)
+    serve_playground(arguments.folder, arguments.port)
     return 0
 
 

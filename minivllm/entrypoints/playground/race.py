@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_right
 from typing import Any
 
 from minivllm.bench.trace_summary import time_origin
-from minivllm.engine.trace import EngineTrace, RequestSnapshot
+from minivllm.engine.trace import EngineTrace, RequestRecord, RequestSnapshot
 from minivllm.entrypoints.dashboard.step_view import StepView
 
 
@@ -40,16 +41,16 @@ class Replay:
     """
 
     def __init__(self, trace: EngineTrace) -> None:
-        self._trace, self._origin = trace, time_origin(trace)
+        self._origin = time_origin(trace)
         self.starts = [step.start - self._origin for step in trace]
+        ordinals = {name: number for number, name in enumerate(trace.requests)}
+        self._steps = [
+            dataclasses.replace(
+                step, request_snapshots=[_snapshot(trace.requests[name], ordinals[name]) for name in step.arrived]
+            )
+            for step in trace
+        ]
         self._begin()
-        numbers = {name: number for number, name in enumerate(trace.requests)}
-        for step in trace:
-            requests = [trace.requests[name] for name in step.arrived]
-            step.request_snapshots = [
-                RequestSnapshot(r.request_id, numbers[r.request_id], r.arrival_time, None, r.num_prompt_tokens, 0, {0: (0, 0)})
-                for r in requests
-            ]
 
     def _begin(self) -> None:
         self._view, self._num_taken, self._moment = StepView(most_happenings=None), 0, 0.0
@@ -65,9 +66,17 @@ class Replay:
         if is_new:
             self._begin()
         num_steps = bisect_right(self.starts, moment)
-        for step in self._trace[self._num_taken : num_steps]:
+        for step in self._steps[self._num_taken : num_steps]:
             self._view.take(step)
         self._num_taken, self._moment = num_steps, moment
-        is_idle = num_steps == 0 or moment >= self._trace[num_steps - 1].end - self._origin
+        is_idle = num_steps == 0 or moment >= self._steps[num_steps - 1].end - self._origin
         counts = {"num_steps": num_steps, "num_steps_of_run": len(self.starts)}
         return counts | {"report": self._view.report(), "is_new": is_new, "is_idle": is_idle}
+
+
+def _snapshot(request: RequestRecord, ordinal: int) -> RequestSnapshot:
+    """A request before its first step: nothing of it is in the cache, and nothing is generated."""
+    return RequestSnapshot(
+        request_id=request.request_id, ordinal=ordinal, queued_time=request.arrival_time, first_token_time=None,
+        num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=0, progress={0: (0, 0)},
+    )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from functools import partial
-from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ from typing import Any
 from minivllm.entrypoints.playground.exercise import LESSONS
 from minivllm.errors import CourseError
 
-PACKAGED = Path(__file__).parent / "site"
-"""The playground in an installed package: `make release` puts it there."""
+BUILT = Path(__file__).parents[3] / "out/book/html/playground"
+"""Where `make book` writes the playground, in a copy of the repository."""
+PACKAGED = Path(__file__).parent / "built"
+"""The playground in a release."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self' blob: data:; script-src 'self' 'wasm-unsafe-eval'; style-src 'self' 'unsafe-inline'; object-src 'none'",
     "Cache-Control": "no-cache",
@@ -28,24 +29,19 @@ class _Files(SimpleHTTPRequestHandler):
 
     extensions_map = SimpleHTTPRequestHandler.extensions_map | {".mjs": "text/javascript", ".wasm": "application/wasm"}
 
+    def __init__(self, *arguments: Any, playground: Path, **options: Any) -> None:
+        self.playground = playground
+        super().__init__(*arguments, **options)
+
     def end_headers(self) -> None:
-        in_book = (Path(self.directory) / "playground").is_dir()
-        if not in_book or self.path.startswith(
-            "/playground/"
-        ):  # the book's pages have scripts within them, and run nobody's code
+        # The book's own pages have scripts within them, and run nobody's code.
+        if Path(self.translate_path(self.path)).resolve().is_relative_to(self.playground):
             for name, value in HEADERS.items():
                 self.send_header(name, value)
         super().end_headers()
 
     def log_message(self, *_: Any) -> None:
         pass
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        if code == HTTPStatus.NOT_FOUND:
-            explain = (
-                "If it is a page of the book: the book is not in the package. `make book` makes it, in a copy of the repository."
-            )
-        super().send_error(code, message, explain)
 
 
 class _Server(ThreadingHTTPServer):
@@ -56,27 +52,37 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(*_)
 
 
-def make_server(folder: Path, port: int) -> ThreadingHTTPServer:
-    """A server of the playground's files, or of a book with them, for this machine only; port 0 takes a free one.
+def make_server(folder: Path, port: int, root: Path | None = None) -> ThreadingHTTPServer:
+    """A server of the playground's files, or of a folder `root` around them, for this machine only; port 0 takes a free one.
 
     Raises:
         CourseError: The files are not there, or the port cannot be used.
     """
-    if not any((place / "files.json").is_file() for place in (folder, folder / "playground")):
+    if not (folder / "files.json").is_file():
         raise CourseError(
             f"There is no playground in {folder}: run `make book` in a copy of the repository, or name its folder with --folder."
         )
+    folder = folder.resolve()
     try:
-        return _Server(("127.0.0.1", port), partial(_Files, directory=str(folder)))
+        return _Server(("127.0.0.1", port), partial(_Files, directory=str(root or folder), playground=folder))
     except (OSError, OverflowError) as error:
         raise CourseError(f"Port {port} cannot be used ({error}): choose another with --port.") from None
 
 
-def serve_playground(folder: Path, port: int) -> None:
-    """Serve it until Ctrl-C, with the book if that is around it. Raises as `make_server`."""
+def serve_playground(folder: Path | None, port: int) -> None:
+    """Serve it until Ctrl-C, with the book if that is around it.
+
+    Args:
+        folder: That of the playground, or of a book with one; None for the one of `make book` or of the release.
+        port: See `make_server`, as for what is raised.
+    """
+    if folder is None:
+        folder = PACKAGED if PACKAGED.exists() and not BUILT.exists() else BUILT
+    elif (folder / "playground").is_dir():
+        folder = folder / "playground"
     book = folder.resolve().parent if (folder / "../searchindex.js").is_file() else None
-    with make_server(book or folder, port) as server, contextlib.suppress(KeyboardInterrupt):
-        address = f"http://127.0.0.1:{server.server_port}/{'playground/' if book else ''}"
+    with make_server(folder, port, book) as server, contextlib.suppress(KeyboardInterrupt):
+        address = f"http://127.0.0.1:{server.server_port}/{f'{folder.name}/' if book else ''}"
         exercises = ", ".join(f"{address}exercise.html#{lesson}" for lesson in LESSONS)
         print(f"The playground is at {address}index.html. Ctrl-C ends it.\nExercises: {exercises}", flush=True)
         server.serve_forever()

@@ -1,6 +1,7 @@
 // An exercise: its text, the cells to write, and its checks, which Python runs in a worker. Code and points are kept in this browser.
 
 import { makeEditor } from "./editor.js";
+import { isInBook } from "./link.js";
 import { LONGEST_RACE, Python } from "./python.js";
 
 const number = /^#(\d\d)$/.exec(location.hash)?.[1] ?? "04";
@@ -50,6 +51,7 @@ function show({ cells, title }) {
     if (cell.kind === "text") {
       const text = make("section", "cell text");
       text.innerHTML = cell.html;
+      if (!isInBook) for (const link of text.querySelectorAll('a[href^="../"]')) link.replaceWith(...link.childNodes);
       home.append(text);
     } else if (cell.kind === "given") {
       home.append(make("pre", "cell given", cell.source));

@@ -1,5 +1,8 @@
 // Settings and code as the fragment of an address, and back.
 
+/** Whether this page is in a book, whose pages are in the folder above. */
+export const isInBook = new URL("..", location.href).pathname !== new URL(".", location.href).pathname;
+
 /** Bytes that a link may unfold to. */
 const LONGEST = 2 ** 20;
 

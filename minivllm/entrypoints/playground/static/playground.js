@@ -10,7 +10,7 @@ import { LiveState } from "./state.js";
 import { onThemeChange } from "./palette.js";
 import { Queues } from "./queues.js";
 import { RaceView } from "./race.js";
-import { readLink, writeLink } from "./link.js";
+import { isInBook, readLink, writeLink } from "./link.js";
 
 const find = (id) => document.getElementById(id);
 const form = find("settings");
@@ -333,7 +333,7 @@ find("share").addEventListener("click", async () => {
   tellNews(isCopied ? "The link is copied. It has these settings and this code." : "The link is in the address bar. It has these settings and this code.");
 });
 window.addEventListener("hashchange", () => location.reload());
-find("book").hidden = new URL("../index.html", location.href).pathname === location.pathname; // served without one
+find("book").hidden = !isInBook;
 
 onThemeChange(() => {
   panels.blockMap.repaint();
