@@ -29,7 +29,7 @@ TERM = re.compile(r'<a id="([\w-]+)"></a>\n\*\*(.+?)\*\*: ')
 VLLM_FILE = re.compile(r"`(vllm/[\w./-]+\.\w+)`")
 SITUATION = re.compile(r'name: "([^"]+)",\s*text: "[^"]*\(Lesson (\d\d)\)"(?:,\s*widget: "([^"]+)")?')
 WIDGET = "application/vnd.jupyter.widget-view+json"
-LANGUAGES = {".py": "python", ".json": "json", ".c": "c", ".sh": "sh"}
+LANGUAGES = {".py": "python", ".c": "c", ".sh": "sh"}
 LARGEST_PAGE = 2**17  # bytes of code; a larger file can be downloaded instead
 
 
