@@ -47,6 +47,7 @@ def setup(app: Sphinx) -> None:
 
 
 html_theme = "furo"
+html_favicon = "../minivllm/entrypoints/dashboard/static/icon.svg"
 html_static_path = [str(Path(__file__).resolve().parent / "_static")]
 html_css_files = ["book.css"]
 html_js_files = [("book.js", {"defer": ""})]

@@ -221,6 +221,7 @@ def main() -> int:
     kept = "packages that stay at their pinned versions, such as a torch that is at hand without CUDA"
     parser.add_argument("--keep", nargs="*", default=[], metavar="PACKAGE", help=kept)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores it, and so would the servers
     with tempfile.TemporaryDirectory() as folder:
         release = Release(Path(folder).resolve(), arguments.dist.resolve(), arguments.keep)
         for name, check in CHECKS:

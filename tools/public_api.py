@@ -40,47 +40,63 @@ INTERNAL = ["num_threads", "others", "restart"]  # arguments for the server's ow
 def public_api() -> dict[str, dict[str, Any]]:
     """Names, and under each its parameters, fields or options: what a caller may rely on of each."""
     api = {name: fields(getattr(minivllm, name)) if name in FIELDS else {} for name in minivllm.__all__}
+    api["LLM"] = parameters(minivllm.LLM.__init__)
     for name, methods in METHODS.items():
         api |= {f"{name}.{method}": parameters(getattr(getattr(minivllm, name), method)) for method in methods}
-    api |= {f"HTTP {model.__name__}": {name: {} for name in model.model_fields} for model in REQUESTS}
+    for model in REQUESTS:
+        of_fields = {name: part(one.is_required(), default=repr(one.default)) for name, one in model.model_fields.items()}
+        api[f"HTTP {model.__name__}"] = of_fields
     routes = [route for one in (router, tokenize_router, replicas_router) for route in one.routes]
     api["HTTP"] = {f"{method} {route.path}": {} for route in routes for method in sorted(route.methods)}
-    api["metrics"] = {one.name: {} for one in Metrics("", CacheConfig()).registry.collect() if one.name.startswith("minivllm:")}
+    metrics = Metrics("", CacheConfig()).registry.collect()
+    api["metrics"] = {one.name: {"type": one.type} for one in metrics if one.name.startswith("minivllm:")}
     return api | dict(commands(make_parser()))
 
 
+def part(required: bool, **about: Any) -> dict[str, Any]:
+    """What is recorded of a parameter, field or option. One that must be given has no default."""
+    return {"required": True, **{key: value for key, value in about.items() if key != "default"}} if required else about
+
+
 def parameters(function: Any) -> dict[str, Any]:
-    """Of each named parameter, its place if it can be given by position, and its default."""
-    found, variable = {}, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for place, (name, one) in enumerate(inspect.signature(function).parameters.items()):
-        if name not in ("self", "cls", *INTERNAL) and one.kind not in variable:
-            found[name] = {"default": in_words(one.default)}
-            if one.kind is not inspect.Parameter.KEYWORD_ONLY:
-                found[name]["place"] = place
+    """Of each parameter, its place if it can be given by position, and its default; and whether the function is to be awaited."""
+    kinds = ("iscoroutinefunction", "isasyncgenfunction", "isgeneratorfunction")
+    found: dict[str, Any] = {"()": {kind: True for kind in kinds if getattr(inspect, kind)(function)}}
+    own = [one for one in inspect.signature(function).parameters.values() if one.name not in ("self", "cls", *INTERNAL)]
+    for place, one in enumerate(own):
+        is_required = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        found[one.name] = part(is_required, kind=one.kind.name, default=repr(one.default))
+        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD):
+            found[one.name]["place"] = place
     return found
 
 
 def fields(cls: Any) -> dict[str, Any]:
     """Of each field, its default. They are given by name."""
-    return {name: {"default": one["default"]} for name, one in parameters(cls).items()}
+    hidden = ("place", "kind")
+    return {
+        name: {key: value for key, value in about.items() if key not in hidden}
+        for name, about in parameters(cls).items()
+        if name != "()"
+    }
 
 
 def commands(parser: argparse.ArgumentParser) -> list[tuple[str, dict[str, Any]]]:
-    """A command and all those below it, and of each option the default, how many values it takes, and the values it may have."""
-    found, options = [], {}
+    """A command and all those below it, and of each option what it takes."""
+    found, options, place = [], {}, 0
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             found += [pair for below in action.choices.values() for pair in commands(below)]
-        else:
-            choices = sorted(map(str, action.choices)) if action.choices else []
-            about = {"default": in_words(action.default), "nargs": str(action.nargs), "choices": choices}
-            options |= dict.fromkeys(action.option_strings or [action.dest], about)
+            continue
+        about = {"action": type(action).__name__, "nargs": str(action.nargs), "default": repr(action.default)}
+        about |= {"type": getattr(action.type, "__name__", "str")}
+        if action.choices:
+            about["choices"] = sorted(map(str, action.choices))
+        if not action.option_strings:
+            about["place"], place = place, place + 1
+        is_required = action.required and action.nargs not in ("?", "*")
+        options |= dict.fromkeys(action.option_strings or [action.dest], part(is_required, **about))
     return [(parser.prog, options), *found]
-
-
-def in_words(default: Any) -> str | None:
-    """A default as text; None if there is none, and a value must be given."""
-    return None if default is inspect.Parameter.empty else str(default)
 
 
 def breaks(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> list[str]:
@@ -90,25 +106,25 @@ def breaks(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> li
         if name not in new:
             found.append(f"{name} is gone.")
             continue
-        for part, about in parts.items():
-            now = new[name].get(part)
-            if now is None:
-                found.append(f"{name}: {part} is gone.")
-            elif missing := set(about.get("choices", [])) - set(now.get("choices", [])):
-                found.append(f"{name}: {part} does not take {', '.join(sorted(missing))} any more.")
-            else:
-                kept = [key for key in about if key != "choices" and not (key == "default" and about[key] is None)]
-                found += [
-                    f"{name}: the {key} of {part} was {about[key]}, and is {now.get(key)}."
-                    for key in kept
-                    if now.get(key) != about[key]
-                ]
-        added = [
-            part
-            for part in new[name].keys() - parts.keys()
-            if "default" in new[name][part] and new[name][part]["default"] is None
-        ]
-        found += [f"{name}: {part} is new, and must be given." for part in added]
+        for one, about in parts.items():
+            if one not in new[name]:
+                found.append(f"{name}: {one} is gone.")
+                continue
+            now = new[name][one]
+            if now.get("choices") and (missing := set(about.get("choices", ["all else"])) - set(now["choices"])):
+                found.append(f"{name}: {one} does not take {', '.join(sorted(missing))} any more.")
+            if now.get("required") and not about.get("required"):
+                found.append(f"{name}: {one} must be given now.")
+            keys = about.keys() - {"choices", "required"} - ({"default"} if now.get("required") else set())
+            found += [
+                f"{name}: the {key} of {one} was {about[key]}, and is {now.get(key)}."
+                for key in sorted(keys)
+                if now.get(key) != about[key]
+            ]
+        added = new[name].keys() - parts.keys()
+        found += [f"{name}: {one} is new, and must be given." for one in sorted(added) if new[name][one].get("required")]
+        if new[name].get("()") != parts.get("()"):
+            found.append(f"{name} is called in another way.")
     return found
 
 

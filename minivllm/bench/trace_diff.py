@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import zip_longest
+from typing import Any
 
 from minivllm.bench.report import format_table
 from minivllm.bench.summary import Goals
@@ -57,13 +58,25 @@ def diff_traces(names: tuple[str, str], traces: tuple[EngineTrace, EngineTrace])
     rows = [(name, *(_in_words(get(run), form) for run in runs)) for name, get, form in _QUANTITIES]
     rows.append(("preemptions", *(str(sum(len(step.preempted) for step in trace)) for trace in traces)))
     rows.append(("steps", *(str(len(trace)) for trace in traces)))
-    if [request.prompt_token_ids for request in traces[0].requests.values()] != [
-        r.prompt_token_ids for r in traces[1].requests.values()
-    ]:
+    if _requests(traces[0]) != _requests(traces[1]):
         rows.append(("requests", *(f"{len(trace.requests)}, not the same ones" for trace in traces)))
     plans = enumerate(zip_longest(*(map(plan, trace) for trace in traces), fillvalue=()))
     step, differing = next(((number, pair) for number, pair in plans if pair[0] != pair[1]), (None, ((), ())))
     return TraceDiff(names, traces, rows, step, differing)
+
+
+def _requests(trace: EngineTrace) -> list[tuple[Any, ...]]:
+    """What each request asked for, and, where the clock is a virtual one, when."""
+    origin = time_origin(trace) if trace.config.model == "simulated" else None
+    return [
+        (
+            request.prompt_token_ids,
+            request.max_num_tokens,
+            request.params,
+            None if origin is None else round(request.arrival_time - origin, 6),
+        )
+        for request in trace.requests.values()
+    ]
 
 
 _QUANTITIES = (
@@ -86,7 +99,9 @@ def _in_words(value: float | None, form: str) -> str:
 
 def plan(step: StepRecord) -> Plan:
     """What a step does, as (action, sequence, tokens), the preempted first."""
-    preempted = [("preempt", _name(item.request_id, item.index), 0) for item in step.preempted]
+    preempted = [
+        ("preempt" if item.mode == "recompute" else "swap out", _name(item.request_id, item.index), 0) for item in step.preempted
+    ]
     return (*preempted, *((item.action, _name(item.request_id, item.index), item.num_tokens) for item in step.scheduled))
 
 
@@ -146,7 +161,8 @@ def _step_to_html(diff: TraceDiff) -> str:
 
 
 def _describe_part(action: str, tokens: int) -> str:
-    return f"{action}ed" if not tokens else action if tokens == 1 else f"{action}, {tokens} tokens"
+    done = {"preempt": "preempted", "swap out": "swapped out"}
+    return done.get(action) or (action if tokens == 1 else f"{action}, {tokens} tokens")
 
 
 def to_page(diff: TraceDiff, title: str = "Two runs") -> str:
@@ -211,4 +227,4 @@ def _bars(trace: EngineTrace) -> Iterator[tuple[int, tuple[str, float, float, st
         ]
         for kind, start, stop, fill in moments:
             if start is not None:
-                yield i, (kind, start - origin, (last if stop is None else stop) - origin, fill)
+                yield i, (kind, start - origin, (finished if stop is None else stop) - origin, fill)

@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from minivllm.bench.trace_diff import COLORS, diff_traces, plan, to_page, to_svg
+from minivllm.bench.trace_diff import COLORS, _bars, diff_traces, plan, to_page, to_svg
 from minivllm.bench.trace_summary import summarize_trace
 from minivllm.bench.workloads import generate_requests
+from minivllm.engine.trace import EngineTrace
 from minivllm.entrypoints.cli.main import main
 from minivllm.simulation.engine import simulate
 
@@ -31,6 +32,32 @@ def test_the_first_step_that_differs_is_found_and_told(traces):
     assert plans[0][diff.step] != plans[1][diff.step]
     assert f"The first step that differs is step {diff.step}. recompute: " in str(diff)
     assert diff.plans == (plans[0][diff.step], plans[1][diff.step])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_that_preempt_in_another_way_part_there(seed):
+    requests = list(generate_requests(24, arrivals="at-once", seed=seed, max_len=300))
+    recompute = simulate(requests, num_gpu_blocks=30).trace
+    swap = simulate(requests, num_gpu_blocks=30, preemption_mode="swap", num_cpu_blocks=30).trace
+    diff = diff_traces(("recompute", "swap"), (recompute, swap))
+    assert diff.step == next(number for number, step in enumerate(recompute) if step.preempted)
+    assert "recompute: preempt #" in str(diff) and "swap: swap out #" in str(diff)
+
+
+def test_runs_of_other_requests_are_told_apart():
+    other = simulate(list(generate_requests(20, arrival_rate=9.0)), num_gpu_blocks=40).trace
+    longer = simulate(list(generate_requests(20, arrival_rate=5.0, mean_output_len=99)), num_gpu_blocks=40).trace
+    for trace in (other, longer):
+        assert ("requests", "20, not the same ones", "20, not the same ones") in diff_traces(("a", "b"), (run(), trace)).rows
+
+
+def test_a_request_that_was_aborted_while_it_waited_has_a_bar_until_then():
+    trace = run()
+    last = list(trace.requests.values())[-1]
+    last.first_scheduled_time = last.first_token_time = None
+    last.finished_time = last.arrival_time + 0.25
+    bars = [stop - start for i, (_, start, stop, _) in _bars(trace) if i == len(trace.requests) - 1]
+    assert bars == [pytest.approx(0.25)]
 
 
 def test_the_page_has_a_row_for_each_sequence_that_the_runs_treat_differently_in_that_step():
@@ -110,6 +137,8 @@ def test_the_command_prints_the_difference_and_writes_the_page(traces, tmp_path,
     printed = capsys.readouterr().out
     assert re.search(r"^output tokens/s +\d+ +\d+$", printed, flags=re.MULTILINE) and "The first step that differs" in printed
     assert (tmp_path / "diff.html").read_text().startswith("<!doctype html>")
+    assert main(["trace", "diff", *files, "--html", files[1]]) == 2
+    assert "is one of the traces" in capsys.readouterr().err and len(EngineTrace.load(tmp_path / "two.json"))
     assert main(["trace", "diff", *files, "--html", str(tmp_path / "nowhere/diff.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 

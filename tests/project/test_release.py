@@ -60,21 +60,25 @@ def test_what_would_break_a_program_is_found():
         change(new)
         return public_api.breaks(old, new)
 
+    def changed(name, part, **about):
+        return broken(lambda api: api[name].setdefault(part, {}).update(about))
+
     assert broken(lambda api: api.pop("LLM.chat")) == ["LLM.chat is gone."]
     assert broken(lambda api: api["HTTP"].pop("GET /health")) == ["HTTP: GET /health is gone."]
-    assert broken(lambda api: api["EngineArgs"]["block_size"].update(default="32")) == [
-        "EngineArgs: the default of block_size was 16, and is 32."
-    ]
-    assert broken(lambda api: api["LLM.generate"]["prompts"].update(place=2)) == [
-        "LLM.generate: the place of prompts was 1, and is 2."
-    ]
-    assert broken(lambda api: api["LLM.generate"].update(mood={"default": None})) == [
-        "LLM.generate: mood is new, and must be given."
-    ]
-    assert broken(lambda api: api["LLM.generate"].update(mood={"default": "good"})) == []
-    assert broken(lambda api: api["minivllm trace export"]["--to"]["choices"].clear()) == [
+    assert changed("EngineArgs", "block_size", default="32") == ["EngineArgs: the default of block_size was 16, and is 32."]
+    assert changed("LLM.generate", "prompts", place=1) == ["LLM.generate: the place of prompts was 0, and is 1."]
+    assert changed("LLM.generate", "mood", required=True) == ["LLM.generate: mood is new, and must be given."]
+    assert changed("LLM.generate", "mood", default="'good'") == []
+    assert changed("LLM.generate", "sampling_params", required=True) == ["LLM.generate: sampling_params must be given now."]
+    assert changed("LLM.generate", "()", iscoroutinefunction=True) == ["LLM.generate is called in another way."]
+    assert changed("HTTP CompletionRequest", "prompt", required=False) == []
+    assert changed("minivllm serve", "--port", type="str") == ["minivllm serve: the type of --port was int, and is str."]
+    assert changed("minivllm serve", "--port", choices=["80"]) == ["minivllm serve: --port does not take all else any more."]
+    assert changed("minivllm trace export", "--to", choices=["other"]) == [
         "minivllm trace export: --to does not take chrome any more."
     ]
+    assert changed("minivllm trace export", "--to", choices=[]) == []
+    assert changed("metrics", "minivllm:num_requests_running", type="counter")
 
 
 def test_the_page_names_what_is_promised():
@@ -92,8 +96,10 @@ def test_a_trace_of_an_earlier_release_can_be_read(path, tmp_path):
     assert EngineTrace.load(tmp_path / "again.json").to_json() == trace.to_json()
 
 
-@pytest.mark.parametrize("command", ["--version", "course -h", "trace diff -h"])
-def test_the_command_line_needs_no_extra(command):
+@pytest.mark.parametrize(
+    ("command", "status"), [("--version", 0), ("course -h", 0), ("trace diff -h", 0), ("course", 2), ("course export {}", 2)]
+)
+def test_the_command_line_needs_no_extra_or_names_it(command, status, tmp_path):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     packages = {Requirement(line).name.replace("-", "_") for lines in extras.values() for line in lines}
     code = f"""
@@ -104,7 +110,9 @@ class Missing:
             raise ModuleNotFoundError("No module named " + name, name=name)
 sys.meta_path.insert(0, Missing())
 from minivllm.entrypoints.cli.main import main
-main({command.split()})
+sys.exit(main({command.format(tmp_path / "new").split()}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
+    if status:
+        assert re.fullmatch(r'minivllm: The course needs \w+: `pip install "minivllm\[course\]"`\.\n', done.stderr)

@@ -6,6 +6,7 @@ import dataclasses
 import http.client
 import json
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -243,11 +244,27 @@ def test_a_page_of_the_playground_may_contact_only_its_server_however_it_is_name
     assert headers["index.html"]["Content-Security-Policy"] is None, "the book's pages have scripts within them"
 
 
+def test_what_is_no_request_gets_an_error_and_no_traceback(book, capfd):
+    with make_server(book / "playground", 0, book) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for sent, status in ((b"\x16\x03\x01\x00\r\n\r\n", b" 400 "), (b"GET\r\n\r\n", b" 400 "), (b"GET /" + b"a" * 70_000, b" 414 "),
+                             (b"GET /%00 HTTP/1.0\r\n\r\n", b" 404 ")):  # fmt: skip
+            with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
+                connection.sendall(sent)
+                connection.shutdown(socket.SHUT_WR)
+                assert status in connection.makefile("rb").read() or status == b" 400 ", sent
+        server.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("folder", "address"), [("playground", "/playground/"), (".", "/playground/")])
 def test_course_play_says_where_the_playground_is(book, folder, address, monkeypatch, capsys):
     monkeypatch.setattr(server_module._Server, "serve_forever", lambda self: None)
     assert main(["course", "play", "--port", "0", "--folder", str(book / folder)]) == 0
     assert re.search(rf"The playground is at http://127.0.0.1:\d+{address}index.html", printed := capsys.readouterr().out)
+    monkeypatch.chdir(book / "playground")
+    assert main(["course", "play", "--port", "0", "--folder", "."]) == 0
+    assert f"{address}index.html" in capsys.readouterr().out
     (book / "searchindex.js").unlink()
     assert main(["course", "play", "--port", "0", "--folder", str(book / folder)]) == 0
     assert re.search(r"Exercises: http://127.0.0.1:\d+/exercise.html#04", capsys.readouterr().out), printed
@@ -262,14 +279,44 @@ def test_a_race_compares_two_runs_of_the_same_requests():
         {"name": "A: static", "settings": {"scheduler": "static", "arrivals": "at-once"}, "code": ""},
         {"name": "B: <own>", "settings": {"arrivals": "at-once"}, "code": f"{BASE}    pass\n"},
     ]
-    answer = json.loads(session_module.call(json.dumps({"race": runs})))
+    answer = json.loads(session_module.call(json.dumps({"race": runs, "number": 1})))
     assert "The first step that differs is step" in answer["page"] and "B: &lt;own&gt;" in answer["page"]
     assert answer["moments"] == sorted(set(answer["moments"])) and answer["first"] is not None
     assert len(re.findall("<rect ", answer["page"])) == 2 * 3 * 64, "each request waits, is prefilled and decodes"
-    same = json.loads(session_module.call(json.dumps({"race": [runs[0], runs[0]]})))
+    same = json.loads(session_module.call(json.dumps({"race": [runs[0], runs[0]], "number": 1})))
     assert "Both runs have the same steps." in same["page"] and same["first"] is None
     runs[1]["code"] = f"{BASE}    def schedule(self):\n        return self.nothing\n"
-    assert json.loads(session_module.call(json.dumps({"race": runs})))["error"].startswith("AttributeError")
+    assert json.loads(session_module.call(json.dumps({"race": runs, "number": 1})))["error"].startswith(
+        "B: <own>: AttributeError"
+    )
+
+
+def test_a_race_gives_both_runs_the_same_requests_though_one_has_a_small_cache():
+    runs = [
+        {"name": name, "settings": {"num_gpu_blocks": n, "num_requests": 24}, "code": ""} for name, n in (("A", 24), ("B", 96))
+    ]
+    assert "not the same ones" not in tell({"race": runs, "number": 1})["page"]
+    runs[1]["settings"]["mean_output_len"] = 30
+    assert "not the same ones" in tell({"race": runs, "number": 1})["page"]
+    runs[0]["settings"]["num_gpu_blocks"] = -1
+    assert tell({"race": runs, "number": 1})["error"].startswith("A: ")
+
+
+def test_a_look_at_another_race_changes_nothing():
+    runs = [{"name": mode, "settings": {"preemption_mode": mode, "num_gpu_blocks": 40, "arrivals": "at-once"}, "code": ""}
+            for mode in ("recompute", "swap")]  # fmt: skip
+    moments = tell({"race": runs, "number": 1})["moments"]
+    first = tell({"race": runs, "number": 2})["first"]
+    assert "another race has begun" in tell({"look": len(moments) - 1, "number": 1})["error"]
+    shown = tell({"look": first, "number": 2})["runs"]
+    assert all(not run["is_new"] and run["report"]["num_running"] for run in shown)
+
+
+@pytest.mark.parametrize(
+    "code", ["raise SystemExit", "class Sad(Exception):\n    def __str__(self):\n        raise self\nraise Sad"]
+)
+def test_whatever_the_readers_code_raises_is_told(code):
+    assert tell({"begin": {}, "code": code})["error"].startswith(("SystemExit", "Sad"))
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +373,8 @@ def test_a_race_knows_all_that_have_ended_and_the_moment_of_a_step(raced):
 
 def test_looking_at_a_race_that_python_has_forgotten_is_told(monkeypatch):
     monkeypatch.setattr(session_module, "_race", None)
-    assert tell({"look": 3})["error"] == "The runs are gone, because Python was stopped: race again."
+    error = tell({"look": 3, "number": 1})["error"]
+    assert error == "The runs are gone, because Python was stopped or another race has begun: race again."
 
 
 def test_the_example_on_the_page_runs():

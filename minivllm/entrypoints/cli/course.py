@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from minivllm.entrypoints.cli.options import add_command, add_option
@@ -52,6 +53,18 @@ def add_course_command(commands) -> None:  # noqa: ANN001
     add_option(new, "--project FOLDER", Path, "where the notebooks and the package are (default: this project)")
 
 
+@contextlib.contextmanager
+def _extra(what: str) -> Iterator[None]:
+    """Say how to install a package of the extra "course" that is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "minivllm":
+            raise
+        raise CourseError(f'{what} needs {error.name}: `pip install "minivllm[course]"`.') from None
+
+
+@_extra("The course")
 def run_course(arguments: argparse.Namespace) -> int:
     """Print the lessons and the learner's points."""
     from minivllm.course.progress import find_progress, format_progress
@@ -68,6 +81,7 @@ def run_course_play(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@_extra("The course")
 def run_course_export(arguments: argparse.Namespace) -> int:
     """Write the nbgrader course, and print the next commands."""
     from minivllm.course.nbgrader_export import export_course
@@ -80,6 +94,7 @@ def run_course_export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@_extra("The course")
 def run_course_new(arguments: argparse.Namespace) -> int:
     """Write the files of a lesson, and print their paths and the next commands."""
     from minivllm.course.new_lesson import make_lesson
@@ -132,7 +147,7 @@ def run_grade(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, option)
         if not value > 0:
             raise CourseError(f"--{option.replace('_', '-')} is {value:g}, but must be more than 0.")
-    try:
+    with _extra("Grading"):
         import ipykernel  # noqa: F401
         import jupyter_client  # noqa: F401
         import nbconvert  # noqa: F401
@@ -141,10 +156,6 @@ def run_grade(arguments: argparse.Namespace) -> int:
         from minivllm.course.grading.grader import grade_all
         from minivllm.course.grading.progress import Progress
         from minivllm.course.grading.report import FeedbackWriter, format_summary, write_csv, write_junit
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "minivllm":
-            raise
-        raise CourseError(f'Grading needs {error.name}: `pip install "minivllm[course]"`.') from None
     from minivllm.course.grading.limits import Limits
     from minivllm.course.grading.submissions import find_submissions, load_lessons, project_folders
 

@@ -48,13 +48,17 @@ def with_trace_command(argv: Sequence[str]) -> list[str]:
 def run_trace_diff(arguments: argparse.Namespace) -> int:
     """Print how two traces differ, and write it as a page if asked."""
     if arguments.html is not None:
+        for file in arguments.files:
+            if arguments.html.exists() and file.exists() and arguments.html.samefile(file):
+                raise ConfigError(f"{arguments.html} is one of the traces: name another file with --html.")
         check_writable(arguments.html)
     first, second = (_load(file) for file in arguments.files)
     names = (_name(arguments.files[0]), _name(arguments.files[1]))
     diff = diff_traces(names if names[0] != names[1] else (str(arguments.files[0]), str(arguments.files[1])), (first, second))
     print(diff)
     if arguments.html is not None:
-        arguments.html.write_text(to_page(diff, f"{diff.names[0]} and {diff.names[1]}"), encoding="utf-8")
+        page = to_page(diff, f"{diff.names[0]} and {diff.names[1]}")
+        arguments.html.write_text(page, encoding="utf-8", errors="replace")  # a file's name may be no text
         print(f"\nAs a page: {arguments.html}")
     return 0
 

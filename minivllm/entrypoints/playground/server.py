@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from functools import partial
+from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from minivllm.entrypoints.playground.exercise import LESSONS
 from minivllm.errors import CourseError
@@ -35,10 +37,16 @@ class _Files(SimpleHTTPRequestHandler):
 
     def end_headers(self) -> None:
         # The book's own pages have scripts within them, and run nobody's code.
-        if Path(self.translate_path(self.path)).resolve().is_relative_to(self.playground):
+        path = getattr(self, "path", "")  # a request that is none has no path
+        if "%00" not in path and Path(self.translate_path(path)).resolve().is_relative_to(self.playground):
             for name, value in HEADERS.items():
                 self.send_header(name, value)
         super().end_headers()
+
+    def send_head(self) -> Any:
+        if "%00" in self.path:
+            return self.send_error(HTTPStatus.NOT_FOUND)
+        return super().send_head()
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -80,9 +88,10 @@ def serve_playground(folder: Path | None, port: int) -> None:
         folder = PACKAGED if PACKAGED.exists() and not BUILT.exists() else BUILT
     elif (folder / "playground").is_dir():
         folder = folder / "playground"
-    book = folder.resolve().parent if (folder / "../searchindex.js").is_file() else None
+    folder = folder.resolve()
+    book = folder.parent if (folder / "../searchindex.js").is_file() else None
     with make_server(folder, port, book) as server, contextlib.suppress(KeyboardInterrupt):
-        address = f"http://127.0.0.1:{server.server_port}/{f'{folder.name}/' if book else ''}"
+        address = f"http://127.0.0.1:{server.server_port}/{f'{quote(folder.name)}/' if book else ''}"
         exercises = ", ".join(f"{address}exercise.html#{lesson}" for lesson in LESSONS)
         print(f"The playground is at {address}index.html. Ctrl-C ends it.\nExercises: {exercises}", flush=True)
         server.serve_forever()

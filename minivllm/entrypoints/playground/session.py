@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -62,14 +63,18 @@ class Settings:
     num_shared_prompt_tokens: int = 0
     seed: int = 0
 
-    def requests(self) -> list[WorkloadRequest]:
-        """The traffic. Prompt and output together take at most half of the cache, so that two find room, and what one step may compute, if
-        a prompt must fit in it.
+    @property
+    def max_len(self) -> int:
+        """The most tokens of a request, prompt and output: half of the cache, so that two find room, and what one step may compute, if a
+        prompt must fit in it.
         """
-        max_len = max(2, min(self.engine_options()["max_model_len"], self.num_gpu_blocks * self.block_size // 2))
+        return max(2, min(self.engine_options()["max_model_len"], self.num_gpu_blocks * self.block_size // 2))
+
+    def requests(self, max_len: int | None = None) -> list[WorkloadRequest]:
+        """The traffic, with requests of at most so many tokens, or of `max_len` of these settings."""
         names = ("num_requests", "arrivals", "arrival_rate", "distribution", "mean_prompt_len", "mean_output_len", "seed")
         options = {name: getattr(self, name) for name in (*names, "num_shared_prompt_tokens")}
-        return list(generate_requests(**options, max_len=max_len))
+        return list(generate_requests(**options, max_len=self.max_len if max_len is None else max_len))
 
     def engine_options(self) -> dict[str, Any]:
         """Arguments of `make_simulated_engine`."""
@@ -203,13 +208,13 @@ def run_reader(code: str) -> dict[str, Any]:
     return found
 
 
-def explain(error: Exception) -> str:
+def explain(error: BaseException) -> str:
     """What happened, in a sentence, and where in the reader's code."""
     if isinstance(error, ReaderError):
         return str(error)
     if isinstance(error, SyntaxError) and error.filename == READER:
         return f"Line {error.lineno}: {error.msg}."
-    cause = error
+    cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     lines = [
@@ -217,20 +222,41 @@ def explain(error: Exception) -> str:
         for frame in traceback.extract_tb(cause.__traceback__)
         if frame.filename == READER
     ]
-    text = str(cause) if isinstance(cause, MinivllmError) else f"{type(cause).__name__}: {cause}"
+    try:
+        text = str(cause) if isinstance(cause, MinivllmError) else f"{type(cause).__name__}: {cause}"
+    except Exception:  # a class of the reader's
+        text = type(cause).__name__
     return "\n".join([text, *reversed(lines)])
 
 
+@contextlib.contextmanager
+def _naming(run: str) -> Iterator[None]:
+    """Let an error say in which run it happened."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise ReaderError(f"{run}: {explain(error)}") from error
+
+
 def begin_race(runs: list[dict[str, Any]]) -> tuple[Race, dict[str, Any]]:
-    """Two runs to their ends, to be looked at moment by moment; and a `page` that compares them, all `moments` in seconds, and the number
-    of the one where they part, `first`, or None.
+    """Two runs of the same requests to their ends, to be looked at moment by moment; and a `page` that compares them, all `moments` in
+    seconds, and the number of the one where they part, `first`, or None.
+
+    Raises:
+        ReaderError: A run cannot be made; the message says which, and why.
     """
-    traces = []
+    chosen, traces = [], []
     for run in runs:
-        settings = Settings(**run["settings"])
-        traces.append(simulate(settings.requests(), **settings.engine_options() | run_reader(run["code"])).trace)
+        with _naming(run["name"]):
+            chosen.append(Settings(**run["settings"]))
+    max_len = min(settings.max_len for settings in chosen)
+    for run, settings in zip(runs, chosen, strict=True):
+        with _naming(run["name"]):
+            options = settings.engine_options() | run_reader(run["code"])
+            trace = simulate(settings.requests(max_len), **options).trace
+            assert trace is not None
+            traces.append(trace)
     first, second = traces
-    assert first is not None and second is not None
     diff = diff_traces((runs[0]["name"], runs[1]["name"]), (first, second))
     race = Race((first, second))
     page = to_page(diff, "A race of two schedulers")
@@ -238,13 +264,14 @@ def begin_race(runs: list[dict[str, Any]]) -> tuple[Race, dict[str, Any]]:
 
 
 _session: Session | None = None
-_race: Race | None = None
+_race: tuple[int, Race] | None = None
+"""The latest race, and the number that the page has given it."""
 
 
 def call(message: str) -> str:
     """What the page's worker calls, with JSON in and out: `{"begin": settings, "code": code}`, `{"advance": num_steps}`,
-    `{"race": [{"name": name, "settings": settings, "code": code}, …]}` of two, `{"look": number}` at a moment of the race, or
-    `{"check": [[name, source], …]}`, cells and a check.
+    `{"race": [{"name": name, "settings": settings, "code": code}, …], "number": number}` of two, `{"look": moment, "number": number}` at
+    that race, or `{"check": [[name, source], …]}`, cells and a check.
     """
     global _session, _race
     request, printed = json.loads(message), io.StringIO()
@@ -256,14 +283,15 @@ def call(message: str) -> str:
             elif "check" in request:
                 answer = run_check(request["check"])
             elif "race" in request:
-                _race, answer = begin_race(request["race"])
+                race, answer = begin_race(request["race"])
+                _race = (request["number"], race)
             elif "look" in request:
-                if _race is None:
-                    raise ReaderError("The runs are gone, because Python was stopped: race again.")
-                answer = {"runs": _race.look(request["look"])}
+                if _race is None or _race[0] != request["number"]:
+                    raise ReaderError("The runs are gone, because Python was stopped or another race has begun: race again.")
+                answer = {"runs": _race[1].look(request["look"])}
             else:
                 assert _session is not None
                 answer = _session.advance(request["advance"])
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         answer = {"error": explain(error)}
     return json.dumps(answer | {"printed": printed.getvalue()[-MOST_PRINTED:]})

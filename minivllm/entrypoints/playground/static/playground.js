@@ -260,6 +260,7 @@ for (const button of document.querySelectorAll("[data-code]")) {
 /** Stands before a page that the reader's code may have had a hand in: no script in it runs. */
 const NO_SCRIPTS = `<!doctype html><meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">`;
 let kept = null;
+let numRaces = 0;
 let racePage = "";
 const raceView = new RaceView(python, stepsPerSecond, tellProblem);
 const raceFrame = find("race-frame");
@@ -284,6 +285,13 @@ function thisRun(letter) {
 }
 
 find("keep").addEventListener("click", () => {
+  editor.settle();
+  try {
+    checkSettings();
+  } catch (error) {
+    tellProblem(error.message);
+    return;
+  }
   kept = thisRun("A");
   find("race").disabled = false;
   find("race").title = `Against ${kept.name}`;
@@ -292,21 +300,25 @@ find("keep").addEventListener("click", () => {
 find("race").addEventListener("click", async () => {
   editor.settle();
   setPlaying(false);
+  raceView.pause();
   generation += 1; // steps that wait for their turn are not needed
   isDone = false;
   find("race").disabled = true;
   tellNews("The race is running.");
+  const race = (numRaces += 1);
   let runs;
   await ask(
     () => {
       checkSettings();
       runs = [kept, thisRun("B")];
-      return { race: runs };
+      return { race: runs, number: race };
     },
-    ({ page, moments, first }) => {
+    ({ page, moments, first, printed }) => {
       racePage = NO_SCRIPTS + page;
       raceFrame.srcdoc = racePage;
-      raceView.begin(runs, moments, first);
+      raceView.begin(race, runs, moments, first);
+      printedSoFar = "";
+      showPrinted(printed);
       find("race-result").hidden = false;
       find("race-result").scrollIntoView({ block: "nearest" });
       tellProblem(null);

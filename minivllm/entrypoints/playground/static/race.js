@@ -22,8 +22,8 @@ export class RaceView {
   #wanted = 0;
   #isAsking = false;
   #isPlaying = false;
-  /** Counts the races: an answer about an earlier one does not count any more. */
-  #generation = 0;
+  /** The number of the race, under which Python has its runs: an answer about another one does not count any more. */
+  #race = 0;
 
   constructor(python, stepsPerSecond, tellProblem) {
     this.python = python;
@@ -40,14 +40,14 @@ export class RaceView {
     find("play").addEventListener("click", () => (this.#isPlaying ? this.pause() : this.#play()));
   }
 
-  /** Show a race: its runs as they were asked for, all its moments in seconds, and the number of the one where the runs part, or null. */
-  begin(runs, moments, first) {
+  /** Show a race: its number, its runs as they were asked for, all its moments in seconds, and the number of the one where the runs part, or null. */
+  begin(race, runs, moments, first) {
     this.pause();
     if (!this.#views.length) {
       const highlight = (number) => this.#views.forEach((view) => view.highlight(number));
       this.#views = [...find("runs").children].map((home) => new RunView(home, highlight));
     }
-    this.#generation += 1;
+    this.#race = race;
     this.#moments = moments;
     this.#first = first;
     this.#shown = -1;
@@ -100,13 +100,13 @@ export class RaceView {
     if (this.#isAsking) return;
     this.#isAsking = true;
     while (this.#shown !== this.#wanted) {
-      const [generation, asked] = [this.#generation, this.#wanted];
+      const [race, asked] = [this.#race, this.#wanted];
       try {
-        const { runs } = await this.python.call({ look: asked }, LONGEST_RACE);
-        if (generation !== this.#generation) continue;
+        const { runs } = await this.python.call({ look: asked, number: race }, LONGEST_RACE);
+        if (race !== this.#race) continue;
         this.#views.forEach((view, i) => view.show(runs[i]));
       } catch (error) {
-        if (generation !== this.#generation) continue;
+        if (race !== this.#race) continue;
         this.pause();
         this.tellProblem(error.message);
       }
