@@ -240,7 +240,29 @@ def test_a_race_whose_python_was_stopped_says_so(opened):
     page.click("#step")
     expect(page.locator("#problem")).to_contain_text("Is there an endless loop in it?")
     page.click("#race-step")
-    expect(page.locator("#problem")).to_contain_text("The runs are gone, because Python was stopped: race again.")
+    expect(page.locator("#problem")).to_contain_text("The runs are gone, because Python was stopped or another race has begun")
+
+
+def test_steps_of_a_race_that_was_dropped_are_not_shown_as_those_of_the_last_one(opened):
+    page = opened("#1")
+    race(page, scheduler="continuous")
+    page.evaluate("""() => {
+        document.getElementById("race").click();
+        const field = document.getElementById("settings").elements.num_requests;
+        field.value = 30;
+        setTimeout(() => field.dispatchEvent(new Event("change", { bubbles: true })));
+    }""")
+    expect(page.locator("#race")).to_be_enabled()
+    page.click("#race-step")
+    expect(page.locator("#problem")).to_contain_text("another race has begun: race again.")
+
+
+def test_a_run_that_cannot_be_is_not_kept(opened):
+    page = opened()
+    page.evaluate("() => { document.getElementById('settings').elements.num_gpu_blocks.value = 2; }")
+    page.click("#keep")
+    expect(page.locator("#problem")).to_contain_text("Blocks: ")
+    expect(page.locator("#race")).to_be_disabled()
 
 
 HOSTILE = """<script>parent.document.title = "changed"</script><img src="x" onerror="parent.document.title = 'changed'">
