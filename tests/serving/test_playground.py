@@ -247,12 +247,13 @@ def test_a_page_of_the_playground_may_contact_only_its_server_however_it_is_name
 def test_what_is_no_request_gets_an_error_and_no_traceback(book, capfd):
     with make_server(book / "playground", 0, book) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        for sent, status in ((b"\x16\x03\x01\x00\r\n\r\n", b" 400 "), (b"GET\r\n\r\n", b" 400 "), (b"GET /" + b"a" * 70_000, b" 414 "),
-                             (b"GET /%00 HTTP/1.0\r\n\r\n", b" 404 ")):  # fmt: skip
+        not_utf8, too_short = b"\x16\x03\x01\x00\r\n\r\n", b"GET\r\n\r\n"
+        too_long, no_name = b"GET /" + b"a" * 70_000, b"GET /%00 HTTP/1.0\r\n\r\n"
+        for sent, status in ((not_utf8, b"400"), (too_short, b"400"), (too_long, b"414"), (no_name, b"404")):
             with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
                 connection.sendall(sent)
                 connection.shutdown(socket.SHUT_WR)
-                assert status in connection.makefile("rb").read() or status == b" 400 ", sent
+                assert status in connection.makefile("rb").read(), sent
         server.shutdown()
     assert "Traceback" not in capfd.readouterr().err
 

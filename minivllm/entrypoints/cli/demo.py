@@ -66,14 +66,12 @@ def demo(folder: Path) -> None:
     print(f"   {_draw({result.scheduler: result.trace for result in results if result.workload == DISTRIBUTIONS[-1]}, folder)}")
     minivllm = Path(sys.executable).with_name("minivllm")
     package = Path(__file__).parents[2]
-    in_repository = (package.parent / "notebooks").is_dir()
-    play = "step through the scheduler in your browser, and change it"
+    if (package.parent / "notebooks").is_dir():
+        course = {"make lab": "open the course in JupyterLab, at lesson 00"}
+    else:
+        course = {f"{_short(minivllm)} course play": "step through the scheduler in your browser, and change it"}
     commands = {
-        **(
-            {"make lab": "open the course in JupyterLab, at lesson 00"}
-            if in_repository
-            else {f"{_short(minivllm)} course play": play}
-        ),
+        **course,
         f"{_short(minivllm)} chat": "talk to the model",
         f"{_short(minivllm)} bench offline -h": "compare static and continuous batching on your own workload",
         str(_short(package / "core/scheduler.py")): "read the scheduler that makes the difference",

@@ -89,7 +89,7 @@ def serve_playground(folder: Path | None, port: int) -> None:
     elif (folder / "playground").is_dir():
         folder = folder / "playground"
     folder = folder.resolve()
-    book = folder.parent if (folder / "../searchindex.js").is_file() else None
+    book = folder.parent if (folder.parent / "searchindex.js").is_file() else None
     with make_server(folder, port, book) as server, contextlib.suppress(KeyboardInterrupt):
         address = f"http://127.0.0.1:{server.server_port}/{f'{quote(folder.name)}/' if book else ''}"
         exercises = ", ".join(f"{address}exercise.html#{lesson}" for lesson in LESSONS)
