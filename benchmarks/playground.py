@@ -69,6 +69,7 @@ def main() -> None:
             page.wait_for_function("() => document.getElementById('running-count').textContent === '64'")
             rates.append(page.evaluate(FRAMES, 1.5))
             assert int(page.inner_text("#running-count")) > 40
+            page.click("#play")  # to pause: a step is measured while nothing else runs
             of_page, sizes = page.evaluate(STEPS, {**SETTINGS, "num_requests": 64, "max_num_seqs": 16, "mean_output_len": 400, "distribution": "uniform", "arrivals": "at-once"})  # fmt: skip
             assert set(sizes) == {16}
             times += of_page

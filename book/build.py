@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 from pathlib import Path
@@ -22,6 +23,7 @@ FOR_SCREEN_READERS = {
 
 UNSEEN = re.compile(r'<span class="[npw]">([^<]*)</span>')
 """Names, punctuation and space in code, which have the colour of code without a class: a fifth of all bytes of the pages."""
+SYMBOL = re.compile(r'<symbol id="([\w-]+)".*?</symbol>\n', re.DOTALL)
 PICTURE = re.compile(r"(?<=_images/)[\w.-]+")
 
 
@@ -44,15 +46,24 @@ def main() -> int:
         for old, new in FOR_SCREEN_READERS.items():
             text = text.replace(old, new)
         head, article, rest = text.partition("<article")  # before it, Furo's menu and symbols, much of it indentation
-        text = re.sub(r"\n\s+", "\n", head) + article + rest
+        text = slim(head, text) + article + rest
         text = PICTURE.sub(lambda name: same.get(name[0], name[0]), UNSEEN.sub(r"\1", text))
         page.write_text(text, encoding="utf-8")
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        shutil.copy(path, html / "notebooks")
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        compact = json.dumps(notebook, ensure_ascii=False, separators=(",", ":"))
+        (html / "notebooks" / path.name).write_text(compact, encoding="utf-8")
+    for path in (html / "_static").rglob("*.map"):  # of Furo's scripts and styles, for its developers
+        path.unlink()
     build_playground(html / "playground", output)
     if status == 0:
         print(f"The book is in {html / 'index.html'}. The playground needs a web server: python -m http.server -d {html}")
     return status
+
+
+def slim(head: str, page: str) -> str:
+    """What is before a page's article, without indentation, and without symbols that the page does not use."""
+    return SYMBOL.sub(lambda symbol: symbol[0] if f'href="#{symbol[1]}"' in page else "", re.sub(r"\n\s+", "\n", head))
 
 
 def merge_pictures(folder: Path) -> dict[str, str]:

@@ -43,6 +43,7 @@ def build_playground(folder: Path, scratch: Path) -> None:
         raise SystemExit("npm was not found, and the playground needs Pyodide and CodeMirror from it: install Node.js.") from None
     wheels = [fetch_wheel("msgspec", scratch, WASM_PYTHON), fetch_wheel("tqdm", scratch, [])]
     assemble(folder, packages / "pyodide", bundle, wheels)
+    subprocess.run(["node", str(BOOK / "bytecode.mjs"), str(folder)], check=True)
     (folder / "licenses.txt").write_text(licenses(packages), encoding="utf-8")
     write_exercises(folder)
 

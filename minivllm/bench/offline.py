@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tqdm.auto import tqdm
-
 from minivllm.bench.report import format_table, quantity
 from minivllm.bench.summary import EngineRun, RunSummary
 from minivllm.bench.trace_summary import request_latencies, summarize_trace
@@ -38,6 +36,8 @@ def run_offline(
     Raises:
         ConfigError: The engine has other requests, or a request does not fit the model.
     """
+    from tqdm.auto import tqdm  # not at the top: the playground's first step need not wait for it
+
     if engine.has_unfinished_requests():
         raise ConfigError("run_offline needs an idle engine: finish or abort its requests first.")
     if not requests:
@@ -135,6 +135,8 @@ def measure_latency(
     Raises:
         ConfigError: A number is too small, or a request does not fit the model.
     """
+    from tqdm.auto import tqdm
+
     if min(batch_sizes) < 1 or rounds < 1 or output_len < 2:
         raise ConfigError(
             "Latency is measured with batches of at least 1 request, at least 1 round, and at least 2 output tokens."

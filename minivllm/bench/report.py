@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.metadata
 import json
 import math
 import os
@@ -15,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 PACKAGES = ("minivllm", "torch", "numba", "transformers")
 """Packages whose versions are saved with a result."""
@@ -78,6 +75,8 @@ def to_json(content: dict[str, Any]) -> str:
 
 def find_versions() -> dict[str, str]:
     """The versions of Python and of the packages that decide how fast something is."""
+    import importlib.metadata  # not at the top: the playground's first step need not wait for it
+
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -87,6 +86,7 @@ def find_versions() -> dict[str, str]:
 
 def describe_machine() -> str:
     """Processor, cores, memory, GPU, versions and date, in a line."""
+    import psutil
     import torch  # takes a second, which formatting a table need not wait for
 
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""

@@ -18,8 +18,6 @@ from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from minivllm.bench.summary import Distribution, Goals, LatencyHistogram, RequestLatency, RunSummary
 from minivllm.bench.workloads import WorkloadRequest
 from minivllm.data_parallel.routing import LoadPublisher, Router
@@ -154,6 +152,8 @@ def run_requests(
     `num_cuts`: if it is another by then, the entry does not count."""
     upcoming, number, num_unfinished = next(requests, None), 0, 0
     room, may_skip = (math.inf, True) if max_concurrency is None else (max_concurrency, False)
+    from tqdm.auto import tqdm  # not at the top: the playground's first step need not wait for it
+
     bar = tqdm(total=progress_total, unit="request", disable=progress_total is None or sys.stderr is None, dynamic_ncols=True)
     with bar, _rare_collections():
         while upcoming is not None or ends:

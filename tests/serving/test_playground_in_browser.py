@@ -265,6 +265,23 @@ def test_a_run_that_cannot_be_is_not_kept(opened):
     expect(page.locator("#race")).to_be_disabled()
 
 
+FROM_SOURCE = """
+import sys
+from importlib.util import cache_from_source
+from pathlib import Path
+modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
+files = [module.__file__ for module in modules if module.__spec__.origin != "frozen"]
+compiled = [file for file in files if file.endswith(".pyc") or Path(cache_from_source(file)).exists()]
+print(len(compiled) > 200, [file for file in files if file not in compiled and not file.endswith(".so")])
+"""
+
+
+def test_no_module_is_compiled_by_the_browser(opened):
+    page = opened()
+    set_code(page, f"{FROM_SOURCE}{BASE}    pass\n")
+    expect(page.locator("#printed")).to_have_text("True []")
+
+
 HOSTILE = """<script>parent.document.title = "changed"</script><img src="x" onerror="parent.document.title = 'changed'">
 <meta http-equiv="refresh" content="0; url=exercise.html"><svg onload="parent.document.title = 'changed'"></svg>
 <iframe srcdoc="<script>parent.parent.document.title = 'changed'</script>"></iframe><a href="javascript:parent.document.title = 'changed'">here</a>
@@ -273,7 +290,7 @@ HOSTILE = """<script>parent.document.title = "changed"</script><img src="x" oner
 
 def test_no_script_runs_in_a_page_that_the_readers_code_has_changed(opened):
     page = opened()
-    patch = f"from minivllm.entrypoints.playground import session\n\nsession.to_page = lambda *_: {HOSTILE!r}\n"
+    patch = f"from minivllm.bench import trace_diff\n\ntrace_diff.to_page = lambda *_: {HOSTILE!r}\n"
     set_code(page, patch + f"{BASE}    pass\n")
     title = page.title()
     race(page)

@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 import minivllm
-from minivllm.course.checks import CheckFailed
 
 LESSONS = ("04", "07", "10")
 """Whose exercises can be done in the browser."""
@@ -71,6 +70,8 @@ def run_check(cells: list[tuple[str, str]]) -> dict[str, Any]:
     Returns:
         `passed`, and `text`: what the cells printed, and why the check failed.
     """
+    from minivllm.course.checks import CheckFailed  # not at the top: `prepare` need not wait for it
+
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -17,19 +17,19 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from minivllm.bench.trace_diff import diff_traces, to_page
 from minivllm.bench.workloads import WorkloadRequest, generate_requests
 from minivllm.core.block_space_manager import BlockSpaceManager
 from minivllm.core.scheduler import Scheduler
 from minivllm.engine.trace import StepRecord
 from minivllm.entrypoints.dashboard.step_view import StepView
-from minivllm.entrypoints.playground.exercise import run_check
-from minivllm.entrypoints.playground.race import Race
 from minivllm.errors import MinivllmError
 from minivllm.executor.simulated import VirtualClock
 from minivllm.simulation.engine import make_simulated_engine, simulate
+
+if TYPE_CHECKING:
+    from minivllm.entrypoints.playground.race import Race
 
 READER = "your code"
 """The name of the reader's code in tracebacks."""
@@ -245,6 +245,9 @@ def begin_race(runs: list[dict[str, Any]]) -> tuple[Race, dict[str, Any]]:
     Raises:
         ReaderError: A run cannot be made; the message says which, and why.
     """
+    from minivllm.bench.trace_diff import diff_traces, to_page  # not at the top: the first step need not wait for it
+    from minivllm.entrypoints.playground.race import Race
+
     chosen, traces = [], []
     for run in runs:
         with _naming(run["name"]):
@@ -281,6 +284,8 @@ def call(message: str) -> str:
                 _session = Session(Settings(**request["begin"]), request.get("code", ""))
                 answer = {"engine": _session.describe()}
             elif "check" in request:
+                from minivllm.entrypoints.playground.exercise import run_check
+
                 answer = run_check(request["check"])
             elif "race" in request:
                 race, answer = begin_race(request["race"])

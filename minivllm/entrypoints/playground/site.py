@@ -8,16 +8,21 @@ import shutil
 import zipfile
 from pathlib import Path
 
+from minivllm.entrypoints.playground.exercise import LESSONS
+
 PACKAGE = Path(__file__).resolve().parents[2]
 STATIC = Path(__file__).parent / "static"
 LIVE_PAGE = Path(__file__).parents[1] / "dashboard/static"
 DRAWING = ("batch.js", "block_map.js", "curves.js", "palette.js", "queues.js", "state.js", "style.css", "icon.svg")
 """Files of the live page that the playground uses as they are."""
-PARTS = ("*.py", "bench/*.py", "core/*.py", "data_parallel/*.py", "engine/*.py", "executor/*.py", "simulation/*.py", "distributed/*.py",
-         "entrypoints/__init__.py", "entrypoints/dashboard/__init__.py", "entrypoints/dashboard/step_view.py", "entrypoints/playground/*.py",
-         "course/*.py", "course/lessons/*.py", "course/lessons/lesson_04/*.py", "course/lessons/lesson_07/*.py", "course/lessons/lesson_10/*.py",
-         "course/grading/*.py", "viz/__init__.py", "models/__init__.py", "worker/__init__.py", "kernels/__init__.py", "layers/__init__.py")  # fmt: skip
-"""The package's files that the simulated engine imports, with those around them."""
+PARTS = (
+    "*.py", "bench/*.py", "core/*.py", "data_parallel/__init__.py", "data_parallel/routing.py", "engine/*.py", "executor/*.py", "simulation/*.py",
+    "entrypoints/__init__.py", "entrypoints/dashboard/__init__.py", "entrypoints/dashboard/step_view.py", "entrypoints/playground/*.py",
+    "course/__init__.py", "course/checks.py", "course/observations.py", "course/predictions.py", "course/results.py", "course/sources.py", "course/parts.py", "course/exercises.py",
+    "course/exercise_cells.py", "course/lessons/__init__.py", "course/lessons/block_tables.py", "course/lessons/budget.py",
+    *(f"course/lessons/lesson_{number}/*.py" for number in LESSONS), "viz/__init__.py",
+)  # fmt: skip
+"""The package's files that the simulated engine and the exercises import, with those around them."""
 EDITABLE = {"scheduler": "core/scheduler.py", "block_space_manager": "core/block_space_manager.py"}
 """What the reader can begin to edit."""
 EMBEDDED = '<link rel="stylesheet" href="embedded.css"><script type="module" src="embedded.js"></script>'
@@ -37,15 +42,17 @@ def assemble(folder: Path, pyodide: Path, editor: Path, wheels: list[Path]) -> N
     (folder / "code").mkdir(exist_ok=True)
     for path in [
         *(LIVE_PAGE / name for name in DRAWING),
-        *STATIC.glob("*.js"),
+        *STATIC.glob("*.*js"),
         *STATIC.glob("*.css"),
         STATIC / "exercise.html",
         *wheels,
     ]:
         shutil.copy(path, folder)
     shutil.copy(editor, folder / "codemirror.js")
-    for name in ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip"):
+    for name in ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip"):
         shutil.copy(pyodide / name, folder / "pyodide")
+    lock = json.loads((pyodide / "pyodide-lock.json").read_text(encoding="utf-8"))  # which lists packages that could be fetched
+    (folder / "pyodide/pyodide-lock.json").write_text(json.dumps(lock | {"packages": {}}), encoding="utf-8")
     for name, path in EDITABLE.items():
         shutil.copy(PACKAGE / path, folder / f"code/{name}.py")
     with zipfile.ZipFile(folder / "minivllm.zip", "w", zipfile.ZIP_DEFLATED) as archive:

@@ -7,6 +7,8 @@ const MOST_ROWS = 64;
 /** Pixels that a row needs besides its block table, and for a block of it. */
 const BESIDE_TABLE = 335;
 const BLOCK_WIDTH = 31;
+/** Milliseconds without a new step, after which rows that are out of sight are drawn, too. */
+const QUIET = 200;
 
 export class Batch {
   #rows = new Map();
@@ -17,6 +19,8 @@ export class Batch {
   #empty;
   #frame;
   #mostBlocks = 6;
+  #sight;
+  #timer = null;
 
   constructor(state, schedule, onHighlight, root = document) {
     this.state = state;
@@ -31,6 +35,17 @@ export class Batch {
       this.repaint();
       schedule();
     }).observe(this.#frame);
+    this.#sight = new IntersectionObserver(
+      (entries) => {
+        for (const { target, isIntersecting } of entries) {
+          const row = this.#rows.get(target.dataset.key);
+          if (row?.element !== target) continue;
+          row.isInSight = isIntersecting;
+          if (isIntersecting) row.showNow();
+        }
+      },
+      { root: this.#frame, rootMargin: "200px" },
+    );
     this.#body.addEventListener("pointerover", (event) => onHighlight(numberOf(event.target)));
     this.#body.addEventListener("pointerleave", () => onHighlight(null));
   }
@@ -39,6 +54,7 @@ export class Batch {
   repaint() {
     this.#drawn = -1;
     this.#rows.clear();
+    this.#sight.disconnect();
     this.#body.replaceChildren();
   }
 
@@ -51,7 +67,8 @@ export class Batch {
     const keys = new Set(shown.map(({ key }) => key));
     for (const [key, row] of this.#rows) {
       if (keys.has(key)) continue;
-      row.remove();
+      this.#sight.unobserve(row.element);
+      row.element.remove();
       this.#rows.delete(key);
     }
     const longest = Math.max(64, ...shown.map(lengthOf));
@@ -61,10 +78,15 @@ export class Batch {
       if (row === undefined) {
         row = new Row(sequence);
         this.#rows.set(sequence.key, row);
+        this.#sight.observe(row.element);
       }
       if (this.#body.children[place] !== row.element) this.#body.insertBefore(row.element, this.#body.children[place] ?? null);
       row.show(sequence, scale, state.engine.block_size, this.#mostBlocks);
     });
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => {
+      for (const row of this.#rows.values()) row.showNow();
+    }, QUIET);
     const hidden = state.sequences.length - shown.length;
     set(this.#more, hidden ? `and ${hidden} more sequences` : "");
     this.#empty.hidden = shown.length > 0;
@@ -73,12 +95,16 @@ export class Batch {
 }
 
 class Row {
+  isInSight = true;
   #strip = [];
+  /** What it does not show yet, because it is out of sight. */
+  #later = null;
 
-  constructor({ number, index, request_id: id }) {
+  constructor({ key, number, index, request_id: id }) {
     this.element = make("tr", "sequence");
     this.element.setAttribute("role", "row");
     this.element.dataset.number = String(number);
+    this.element.dataset.key = key;
     paint(this.element, number);
     const name = this.#cell("name");
     name.append(make("span", "chip", index ? `#${number}/${index}` : `#${number}`));
@@ -100,7 +126,20 @@ class Row {
     table.append(this.before, this.blocks);
   }
 
-  show(sequence, scale, blockSize, mostBlocks) {
+  /** Show a sequence: now, or later if the row is out of sight. What is out of date is not drawn. */
+  show(...what) {
+    this.#later = what;
+    if (this.isInSight) this.showNow();
+    else this.element.style.visibility = "hidden";
+  }
+
+  showNow() {
+    if (this.#later !== null) this.#show(...this.#later);
+    this.#later = null;
+    this.element.style.visibility = "";
+  }
+
+  #show(sequence, scale, blockSize, mostBlocks) {
     const { num_prompt_tokens: prompt, num_generated: generated, context_len: length } = sequence;
     const action = sequence.place === "swapped" ? "swapped" : sequence.action;
     if (this.swatch.dataset.state !== action) this.swatch.dataset.state = action;
@@ -108,8 +147,8 @@ class Row {
     set(this.tokens, describeTokens(sequence));
     const total = lengthOf(sequence);
     const part = prompt === null || generated === null ? (sequence.num_generated === 0 ? total : 0) : prompt;
-    this.prompt.style.width = `${(100 * part) / scale}%`;
-    this.generated.style.width = `${(100 * (total - part)) / scale}%`;
+    setWidth(this.prompt, part / scale);
+    setWidth(this.generated, (total - part) / scale);
     this.#showTable(sequence.blocks, length, blockSize, mostBlocks);
   }
 
@@ -140,10 +179,6 @@ class Row {
     cell.setAttribute("role", "cell");
     this.element.append(cell);
     return cell;
-  }
-
-  remove() {
-    this.element.remove();
   }
 }
 
@@ -187,6 +222,11 @@ function make(tag, className, text = "") {
   element.className = className;
   element.textContent = text;
   return element;
+}
+
+function setWidth(element, share) {
+  const width = `${Math.round(1000 * share) / 10}%`;
+  if (element.style.width !== width) element.style.width = width;
 }
 
 function set(element, text) {

@@ -4,6 +4,8 @@ import { QUEUE_COLORS, currentTheme } from "./palette.js";
 import { BIN, WINDOW } from "./state.js";
 
 const MARGIN = { left: 50, right: 8, top: 8, bottom: 18 };
+/** Milliseconds from one drawing to the next. */
+const SHORTEST_WAIT = 100;
 const HEIGHT = 84;
 const TICKS = { number: (value) => String(Math.round(value)), percent: (value) => `${Math.round(value)} %`, seconds: inSeconds };
 
@@ -55,15 +57,32 @@ const CHARTS = [
 
 export class Curves {
   #charts;
+  #schedule;
+  #timer = null;
+  #drawnAt = -Infinity;
 
   constructor(state, schedule) {
     this.state = state;
+    this.#schedule = schedule;
     const home = document.getElementById("charts");
-    this.#charts = CHARTS.map((chart) => new Chart(chart, home, schedule));
+    const redraw = () => {
+      this.#drawnAt = -Infinity;
+      schedule();
+    };
+    this.#charts = CHARTS.map((chart) => new Chart(chart, home, redraw));
   }
 
-  /** Draw them as they were at a moment of the engine's clock, in seconds; null if it is not known. */
+  /** Draw them as they were at a moment of the engine's clock, in seconds; null if it is not known. Soon, if they have just been drawn. */
   draw(now) {
+    const wait = this.#drawnAt + SHORTEST_WAIT - performance.now();
+    if (wait > 0) {
+      this.#timer ??= setTimeout(() => {
+        this.#timer = null;
+        this.#schedule();
+      }, wait);
+      return;
+    }
+    this.#drawnAt = performance.now();
     for (const chart of this.#charts) chart.draw(this.state, now);
   }
 }

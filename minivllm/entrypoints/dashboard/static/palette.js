@@ -4,6 +4,9 @@
 
 export const REQUEST_COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#B8A900"];
 
+/** Different ones, with the darkened and the lightened. */
+const NUM_COLORS = 3 * REQUEST_COLORS.length;
+
 /** Of the queues, in the curves. */
 export const QUEUE_COLORS = { running: REQUEST_COLORS[0], waiting: REQUEST_COLORS[5], swapped: REQUEST_COLORS[2] };
 
@@ -12,6 +15,8 @@ export const ALLOCATED = 0.72;
 
 const darkPage = window.matchMedia("(prefers-color-scheme: dark)");
 let theme = null;
+/** What `paint` gives an element, for each colour of a request. */
+let styles = [];
 
 /** The colours that depend on the page being light or dark: ink, pale, neutral, surface. */
 export function currentTheme() {
@@ -27,6 +32,7 @@ export function currentTheme() {
 export function onThemeChange(callback) {
   const change = () => {
     theme = null;
+    styles = [];
     callback();
   };
   darkPage.addEventListener("change", change);
@@ -53,9 +59,14 @@ export function edgeOf(color) {
 
 /** Give an element, and what is in it, the colours of a request. */
 export function paint(element, number) {
-  const color = requestColor(number);
+  const place = number % NUM_COLORS;
+  styles[place] ??= makeStyle(requestColor(place));
+  element.style.cssText = styles[place];
+}
+
+function makeStyle(color) {
   const colors = { color, edge: edgeOf(color), "on-color": inkOn(color), allocated: tint(color, ALLOCATED) };
-  for (const [name, value] of Object.entries(colors)) element.style.setProperty(`--${name}`, value);
+  return Object.entries(colors).map(([name, value]) => `--${name}: ${value}`).join("; ");
 }
 
 /** Black or white, whichever is easier to read on a colour. */

@@ -3,6 +3,8 @@
 import { paint } from "./palette.js";
 
 const MOST_CHIPS = 24;
+/** Pixels between two. */
+const GAP = 3;
 
 export class Queues {
   #drawn = -1;
@@ -26,6 +28,8 @@ export class Queues {
     lists.running.show(state.counts.running, at("running"));
     lists.swapped.show(state.counts.swapped, at("swapped"));
     lists.ended.show(state.numEnded, state.ended, true);
+    const fits = Object.values(lists).map((list) => list.measure()); // all at once: what is measured after a change is laid out for it
+    Object.values(lists).forEach((list, i) => list.cut(fits[i]));
     const preempted = state.numPreempted ? `preemptions seen: ${state.numPreempted}` : "";
     if (this.preempted.textContent !== preempted) this.preempted.textContent = preempted;
   }
@@ -34,6 +38,10 @@ export class Queues {
 class ChipList {
   #shown = "";
   #width = 0;
+  /** The chips, if it is not known yet how many have room, and how many sequences there are. */
+  #chips = null;
+  #count = 0;
+  #more = null;
 
   constructor(name, onHighlight, onResize, root) {
     this.count = root.getElementById(`${name}-count`);
@@ -54,24 +62,34 @@ class ChipList {
     if (signature === this.#shown) return;
     this.#shown = signature;
     const chips = shown.map((item) => makeChip(item, isPast));
-    this.list.replaceChildren(...chips);
-    if (!isPast) this.#makeFit(count, chips);
+    this.#more = isPast ? null : makeMore(count);
+    this.list.replaceChildren(...chips, ...(isPast || !count ? [] : [this.#more]));
+    this.#chips = isPast || !count ? null : chips;
+    this.#count = count;
   }
 
-  /** Say how many are not shown, in place of as many chips as that needs. */
-  #makeFit(count, chips) {
-    const isOver = (chip) => chip.offsetTop - this.list.offsetTop + chip.offsetHeight > this.list.clientHeight + 1;
-    const over = chips.findIndex(isOver);
-    let shown = over === -1 ? chips.length : over;
-    if (shown === count) return;
-    for (const chip of chips.slice(shown)) chip.remove();
-    const more = makeMore(count - shown);
-    this.list.append(more);
-    while (shown && isOver(more)) {
-      shown -= 1;
-      chips[shown].remove();
-      more.textContent = sayMore(count - shown);
-    }
+  /** How many chips have room: all, or as many as leave room for how many are not shown. Null if nothing has changed. */
+  measure() {
+    if (this.#chips === null) return null;
+    const bottom = this.list.offsetTop + this.list.clientHeight + 1;
+    const ends = this.#chips.map((chip) => ({ right: chip.offsetLeft + chip.offsetWidth, bottom: chip.offsetTop + chip.offsetHeight }));
+    const over = ends.findIndex((end) => end.bottom > bottom);
+    let fit = over === -1 ? ends.length : over;
+    if (fit === this.#count) return fit;
+    const lastRow = ends[fit - 1]?.bottom;
+    const room = this.list.offsetLeft + this.list.clientWidth - GAP - this.#more.offsetWidth;
+    const isFull = lastRow + ends[0]?.bottom - this.list.offsetTop > bottom; // no row has room below the last one
+    while (fit && isFull && ends[fit - 1].bottom === lastRow && ends[fit - 1].right > room) fit -= 1;
+    return fit;
+  }
+
+  /** Take away the chips that have no room, and say how many they are. */
+  cut(fit) {
+    if (fit === null) return;
+    for (const chip of this.#chips.slice(fit)) chip.remove();
+    if (fit === this.#count) this.#more.remove();
+    else this.#more.textContent = sayMore(this.#count - fit);
+    this.#chips = null;
   }
 }
 
