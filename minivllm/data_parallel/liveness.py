@@ -57,12 +57,15 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class Lose:
-    """The requests of a replica go on elsewhere. It `has_died` if its process has ended, perhaps because of a request, or by SIGKILL."""
+    """The requests of a replica go on elsewhere. It `has_died` if its process has ended, perhaps because of a request, or by SIGKILL;
+    `has_left` if it was to end; and is out of reach otherwise, perhaps for a moment.
+    """
 
     rank: int
     cause: str
     has_died: bool = False
     was_killed: bool = False
+    has_left: bool = False
 
 
 Decision = Join | Withdraw | Lose
@@ -178,7 +181,7 @@ class ReplicaLiveness:
             peer.is_draining |= isinstance(message, Heartbeat) and message.is_draining
             decisions += self._admit(rank)
         elif isinstance(message, CoreDraining) and message.is_drained:
-            decisions += self._lose(rank, "it left")
+            decisions += self._lose(rank, "it left", has_left=True)
             self._end(peer, incarnation, "starting" if message.returns else "gone")
         elif isinstance(message, CoreDraining):
             peer.is_draining = True
@@ -201,7 +204,7 @@ class ReplicaLiveness:
         if incarnation < peer.incarnation:
             peer.dead.append(incarnation)
             return []
-        decisions = self._lose(rank, cause, has_died=has_died, was_killed=was_killed)
+        decisions = self._lose(rank, cause, has_died=has_died, was_killed=was_killed, has_left=not has_died)
         self._end(peer, incarnation, outlook or self._default_outlook)
         return decisions
 
@@ -246,8 +249,10 @@ class ReplicaLiveness:
             self.peers[rank].state = PeerState.FENCED
         return decisions
 
-    def _lose(self, rank: int, cause: str, *, has_died: bool = False, was_killed: bool = False) -> list[Decision]:
-        return [Lose(rank, cause, has_died, was_killed)] if self.peers[rank].is_member else []
+    def _lose(
+        self, rank: int, cause: str, *, has_died: bool = False, was_killed: bool = False, has_left: bool = False
+    ) -> list[Decision]:
+        return [Lose(rank, cause, has_died, was_killed, has_left)] if self.peers[rank].is_member else []
 
     def _end(self, peer: Peer, incarnation: int, outlook: str) -> None:
         """A process is gone for good."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from minivllm.data_parallel.failover import Failover
 from minivllm.data_parallel.launcher import FrontendPlace
-from minivllm.data_parallel.liveness import Decision, Join, PeerState, ReplicaLiveness, Withdraw
+from minivllm.data_parallel.liveness import Decision, Join, Lose, PeerState, ReplicaLiveness, Withdraw
 from minivllm.data_parallel.messages import ReplicaDied, replica_name
 from minivllm.data_parallel.request_table import RequestTable
 from minivllm.data_parallel.routing import make_router
@@ -233,7 +233,7 @@ class ReplicaGroup:
             elif isinstance(decision, Withdraw):
                 self._withdraw(decision.rank, decision.previous)
             else:
-                told += self._lose(decision.rank, decision.cause, has_died=decision.has_died, was_killed=decision.was_killed)
+                told += self._lose(decision)
         return told
 
     def _join(self, rank: int, num_gpu_blocks: int) -> list[ToFrontend]:
@@ -261,17 +261,18 @@ class ReplicaGroup:
             count = len(self.table.requests_at(rank))
             self._log(logging.WARNING, "%s is draining: it finishes its requests (%d) and gets no more.", self.name(rank), count)
 
-    def _lose(self, rank: int, cause: str, *, has_died: bool, was_killed: bool) -> list[ToFrontend]:
-        peer, name = self.liveness.peers[rank], self.name(rank)
+    def _lose(self, decision: Lose) -> list[ToFrontend]:
+        rank, cause, has_died = decision.rank, decision.cause, decision.has_died
+        name = self.name(rank)
         if has_died:
             self._log(logging.ERROR, "%s has ended: %s.", name, cause.rstrip("."))
-        elif peer.state is PeerState.FENCED:
-            self._log(logging.ERROR, "%s is lost: %s.", name, cause)
-        else:
-            follows = ", and another is started in its place" if peer.outlook == "starting" else ""
+        elif decision.has_left:
+            follows = ", and another is started in its place" if self.liveness.peers[rank].outlook == "starting" else ""
             self._log(logging.WARNING, "%s has left%s.", name, follows)
+        else:
+            self._log(logging.ERROR, "%s is lost: %s.", name, cause)
         self._note_loss(rank, cause)
-        failed = self.failover.lose(rank, has_died=has_died, was_killed=was_killed, name=name.lower(), cause=cause)
+        failed = self.failover.lose(rank, has_died=has_died, was_killed=decision.was_killed, name=name.lower(), cause=cause)
         for other in sorted(self.failover.excused.intersection(self.table.open)):
             self.failover.excused.discard(other)
             self._send(other, DeathsExplained())

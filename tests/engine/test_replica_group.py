@@ -19,6 +19,7 @@ from minivllm.engine.core_messages import (
     CoreLost,
     CoreReady,
     DeathsExplained,
+    Heartbeat,
     RequestsAborted,
     RequestsResumed,
 )
@@ -68,6 +69,18 @@ def test_why_an_engine_cannot_be_started_again_is_logged_and_told_when_it_is_giv
     logged = [text for _, level, text in caplog.record_tuples if level == logging.ERROR and "could not start" in text]
     whole = [f"The engine could not start: ModelLoadError: There is no model ({incarnation})." for incarnation in (2, 3)]
     assert logged == (whole if is_first else []), "once, and not by each API server"
+
+
+def test_one_that_is_back_with_the_message_that_shows_the_loss_has_not_left(caplog):
+    world = Group()
+    world.begin(0, 1)
+    caplog.clear()
+    world.group.hear(1, 5, Heartbeat(0, 100, 7))
+    logged = [(level, text) for _, level, text in caplog.record_tuples]
+    assert logged == [
+        (logging.ERROR, "The engine is lost: messages from it were lost."),
+        (logging.WARNING, "The engine takes requests."),
+    ]
 
 
 def test_one_that_ends_without_a_word_is_given_up_for_how_its_process_ended():

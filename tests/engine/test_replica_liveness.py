@@ -146,7 +146,7 @@ def test_one_that_leaves_is_told_so_again_and_again_until_it_has_left(frontend):
     assert frontend.hear(CoreDraining()) == [Withdraw(0, PeerState.READY)]
     assert frontend.state() == "draining" and frontend.liveness.is_believed(0, 5)
     assert frontend.hear(Heartbeat(0, 100, 7, is_draining=True)) == [Withdraw(0, PeerState.DRAINING)]
-    assert frontend.hear(CoreDraining(is_drained=True, returns=True)) == [Lose(0, "it left")]
+    assert frontend.hear(CoreDraining(is_drained=True, returns=True)) == [Lose(0, "it left", has_left=True)]
     assert frontend.state() == "starting" and frontend.liveness.peers[0].may_return
     assert frontend.liveness.note_death(0, 5, "its process ended with status 75", has_died=False, outlook="starting") == []
     frontend.liveness.connect(0, 6)
