@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 
 # Processes of pytest-xdist share the cores: with more threads than cores, each step of an engine waits for threads that have none.
 if (num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
@@ -72,17 +74,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=NIGHTLY,
         help="run the tests that are marked long, too, and property tests with more examples",
     )
+    parser.addoption(
+        "--long-within",
+        type=float,
+        metavar="SECONDS",
+        help="skip long tests that would begin later than so many seconds after the start",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fewer examples for anyone who is waiting for the result, unless HYPOTHESIS_PROFILE says how many."""
     if "HYPOTHESIS_PROFILE" not in os.environ:
         settings.load_profile("long" if config.getoption("--long") else "short")
+    if (seconds := config.getoption("--long-within")) is not None:
+        config.pluginmanager.register(NoTime(seconds))  # for notebooks, too, which are in another folder
+
+
+class NoTime:
+    """Skips long tests that would begin too late."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Skip it if it is long and there is no time."""
+        if time.monotonic() > self._end and item.get_closest_marker("long"):
+            pytest.skip("there was no time left for more of the long tests")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out long tests, unless with `--long`, and nightly ones by day. With several processes, long files come first.
+    """Leave out long tests, unless with `--long`, and nightly ones by day. With several processes, long files come first, and solutions
+    last: much of what they would show has been shown then, if there is no time for all.
 
     Cells of notebooks are slow tests: `-m "not slow"` leaves the notebooks out. Those of solutions and of later lessons are long ones.
     """
@@ -98,8 +122,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     if "PYTEST_XDIST_WORKER" in os.environ:
-        order = {name: place for place, name in enumerate(LONG)}
-        items.sort(key=lambda item: order.get(item.path.name, len(LONG) + (item.path.suffix != ".ipynb")))
+        items.sort(key=lambda item: place_of(item.path))
+
+
+def place_of(path: Path) -> int:
+    """When a file begins: a number that is larger for a later one."""
+    if path.suffix == ".py":
+        return LONG.index(path.name) if path.name in LONG else len(LONG) + 1
+    if path.parent.name == "solutions":
+        return len(LONG) + 100 - int(path.name[:2])  # those of later lessons take longer
+    return len(LONG)
 
 
 @pytest.hookimpl(trylast=True)

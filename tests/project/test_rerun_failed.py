@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,19 @@ def test_a_notebook_alone_runs_without_the_option_of_tests(tmp_path, capfd):
     note_failed(tmp_path, "a.ipynb::Cell 0")
     assert rerun_failed.main(["--long", "-q"], tmp_path) == 0
     assert "1 passed" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "outcome"), [("0", "1 passed, 4 skipped"), ("600", "5 passed")])
+def test_what_is_long_is_skipped_when_there_is_no_time_and_the_report_says_so(seconds, outcome, tmp_path):
+    (tmp_path / "solutions").mkdir()
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(f"{number} + 1") for number in range(4)])
+    nbformat.write(notebook, tmp_path / "solutions/01_sums.ipynb")
+    (tmp_path / "test_it.py").write_text("def test_that_is_short():\n    pass\n")
+    root = Path(__file__).parents[2]
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "-p", "conftest", "--nbval-lax", "--long", "--long-within", seconds]
+    command = [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": f"{root / 'tests'}:{root / 'tests/support'}:{os.environ.get('PYTHONPATH', '')}"}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert outcome in ran.stdout, ran.stdout + ran.stderr
+    assert ("there was no time left for more of the long tests" in ran.stdout) == ("skipped" in outcome)
