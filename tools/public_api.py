@@ -111,7 +111,9 @@ def breaks(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> li
                 found.append(f"{name}: {one} is gone.")
                 continue
             now = new[name][one]
-            if now.get("choices") and (missing := set(about.get("choices", ["all else"])) - set(now["choices"])):
+            if now.get("choices") and not about.get("choices"):
+                found.append(f"{name}: {one} takes only {', '.join(now['choices'])} now.")
+            elif now.get("choices") and (missing := set(about["choices"]) - set(now["choices"])):
                 found.append(f"{name}: {one} does not take {', '.join(sorted(missing))} any more.")
             if now.get("required") and not about.get("required"):
                 found.append(f"{name}: {one} must be given now.")

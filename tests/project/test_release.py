@@ -73,7 +73,7 @@ def test_what_would_break_a_program_is_found():
     assert changed("LLM.generate", "()", iscoroutinefunction=True) == ["LLM.generate is called in another way."]
     assert changed("HTTP CompletionRequest", "prompt", required=False) == []
     assert changed("minivllm serve", "--port", type="str") == ["minivllm serve: the type of --port was int, and is str."]
-    assert changed("minivllm serve", "--port", choices=["80"]) == ["minivllm serve: --port does not take all else any more."]
+    assert changed("minivllm serve", "--port", choices=["80"]) == ["minivllm serve: --port takes only 80 now."]
     assert changed("minivllm trace export", "--to", choices=["other"]) == [
         "minivllm trace export: --to does not take chrome any more."
     ]
