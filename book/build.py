@@ -23,7 +23,7 @@ FOR_SCREEN_READERS = {
 
 UNSEEN = re.compile(r'<span class="[npw]">([^<]*)</span>')
 """Names, punctuation and space in code, which have the colour of code without a class: a fifth of all bytes of the pages."""
-SYMBOL = re.compile(r'<symbol id="([\w-]+)".*?</symbol>\n', re.DOTALL)
+SYMBOL = re.compile(r'<symbol id="([\w-]+)".*?</symbol>\s*', re.DOTALL)
 PICTURE = re.compile(r"(?<=_images/)[\w.-]+")
 
 

@@ -8,18 +8,18 @@ import { pathToFileURL } from "node:url";
 
 const folder = pathToFileURL(`${resolve(process.argv[2])}/`);
 const read = async (name) => new Uint8Array(await readFile(new URL(name, folder)));
+/** Changed: the standard library, and the package. */
+const ARCHIVES = ["pyodide/python_stdlib.zip", "minivllm.zip"];
 
 async function main() {
   const { boot, FOLDER } = await import(new URL("boot.mjs", folder));
   const { loadPyodide } = await import(new URL("pyodide/pyodide.mjs", folder));
   const python = await boot(loadPyodide, {}, read);
-  python.FS.writeFile("/library.zip", await read("pyodide/python_stdlib.zip"));
+  const copies = ARCHIVES.map((name, i) => `/archive${i}.zip`);
+  for (const [i, name] of ARCHIVES.entries()) python.FS.writeFile(copies[i], await read(name));
   python.runPython(await readFile(new URL("bytecode.py", import.meta.url), "utf8"));
-  python.globals.get("compile_all")("/library.zip", FOLDER, "/bytecode.zip");
-  await writeFile(new URL("pyodide/python_stdlib.zip", folder), python.FS.readFile("/library.zip"));
-  await writeFile(new URL("bytecode.zip", folder), python.FS.readFile("/bytecode.zip"));
-  const names = JSON.parse(new TextDecoder().decode(await read("files.json")));
-  await writeFile(new URL("files.json", folder), JSON.stringify([...names, "bytecode.zip"]));
+  python.globals.get("compile_all")(...copies, FOLDER);
+  for (const [i, name] of ARCHIVES.entries()) await writeFile(new URL(name, folder), python.FS.readFile(copies[i]));
 }
 
 main().catch((error) => {

@@ -28,22 +28,26 @@ def build_playground(folder: Path, scratch: Path) -> None:
     """Fetch what is missing, and write the playground to a folder. Files on the way lie in `scratch`.
 
     Raises:
-        SystemExit: npm is not installed.
-        CalledProcessError: Something could not be fetched; npm and pip have said what.
+        SystemExit: Node.js is not installed.
+        CalledProcessError: Something could not be fetched or compiled; npm, pip or Node.js has said what.
     """
-    packages = BOOK / "node_modules"
+    packages, bundle = BOOK / "node_modules", scratch / "codemirror.js"
     try:
         installed = packages / ".package-lock.json"  # npm's own note of what it has installed
         if not installed.exists() or installed.stat().st_mtime < (BOOK / "package-lock.json").stat().st_mtime:
             subprocess.run(["npm", "ci", "--silent", "--ignore-scripts", "--no-audit", "--no-fund"], cwd=BOOK, check=True)
-        bundle = scratch / "codemirror.js"
         options = ["--bundle", "--format=esm", "--minify", "--log-level=warning", f"--outfile={bundle}"]
         subprocess.run(["npx", "--no", "esbuild", "codemirror.js", *options], cwd=BOOK, check=True)
-    except FileNotFoundError:
-        raise SystemExit("npm was not found, and the playground needs Pyodide and CodeMirror from it: install Node.js.") from None
-    wheels = [fetch_wheel("msgspec", scratch, WASM_PYTHON), fetch_wheel("tqdm", scratch, [])]
-    assemble(folder, packages / "pyodide", bundle, wheels)
-    subprocess.run(["node", str(BOOK / "bytecode.mjs"), str(folder)], check=True)
+        wheels = [fetch_wheel("msgspec", scratch, WASM_PYTHON), fetch_wheel("tqdm", scratch, [])]
+        assemble(folder, packages / "pyodide", bundle, wheels)
+        subprocess.run(["node", str(BOOK / "bytecode.mjs"), str(folder)], check=True)
+    except FileNotFoundError as error:
+        if error.filename not in ("npm", "npx", "node"):
+            raise
+        sentence = (
+            f"{error.filename} was not found, and the playground needs Pyodide and CodeMirror: install Node.js, 20 or newer."
+        )
+        raise SystemExit(sentence) from None
     (folder / "licenses.txt").write_text(licenses(packages), encoding="utf-8")
     write_exercises(folder)
 
@@ -52,7 +56,10 @@ def licenses(packages: Path) -> str:
     """The licences of what is shipped with the playground, but for the wheels, which have theirs inside."""
     python = Path(os.__file__).parent / "LICENSE.txt"
     of_python = python.read_text(encoding="utf-8") if python.exists() else "https://docs.python.org/3/license.html"
-    parts = [f"Pyodide has CPython and its standard library in it, PSF-2.0, https://github.com/python/cpython\n{of_python}"]
+    parts = [
+        f"Pyodide has CPython and its standard library in it, PSF-2.0, https://github.com/python/cpython. "
+        f"Here, some modules of the library are replaced by their bytecode, and Pyodide's list of packages is empty.\n{of_python}"
+    ]
     names = ["pyodide", "codemirror", "@codemirror/lang-python"]
     for name in names:  # which grows: the editor is a bundle of its dependencies, too
         package = json.loads((packages / name / "package.json").read_text(encoding="utf-8"))

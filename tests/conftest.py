@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 # Processes of pytest-xdist share the cores: with more threads than cores, each step of an engine waits for threads that have none.
 if (num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
@@ -43,7 +42,7 @@ LONG = (
     "test_bench_engines.py",
     "test_process_per_request.py",
 )
-"""Files that take half a minute or more with few tests, then all notebooks: a process that begins one of them last keeps the others waiting.
+"""Files that take half a minute or more with few tests: a process that begins one of them last keeps the others waiting. Notebooks follow.
 
 The first compiles the CPU kernels of a fresh clone, in one process; the second needs none of them.
 """
@@ -78,7 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--long-within",
         type=float,
         metavar="SECONDS",
-        help="skip long tests that would begin later than so many seconds after the start",
+        help="skip long tests that would start more than SECONDS after the run began",
     )
 
 
@@ -105,8 +104,8 @@ class NoTime:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out long tests, unless with `--long`, and nightly ones by day. With several processes, long files come first, and solutions
-    last: much of what they would show has been shown then, if there is no time for all.
+    """Leave out long tests, unless with `--long`, and nightly ones by day. With several processes, long files come first and
+    solutions last: if time runs out, most of what they test has been tested by then.
 
     Cells of notebooks are slow tests: `-m "not slow"` leaves the notebooks out. Those of solutions and of later lessons are long ones.
     """
@@ -122,16 +121,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: place_of(item.path))
-
-
-def place_of(path: Path) -> int:
-    """When a file begins: a number that is larger for a later one."""
-    if path.suffix == ".py":
-        return LONG.index(path.name) if path.name in LONG else len(LONG) + 1
-    if path.parent.name == "solutions":
-        return len(LONG) + 100 - int(path.name[:2])  # those of later lessons take longer
-    return len(LONG)
+        solutions = [item for item in items if item.path.parent.name == "solutions"]
+        others = [item for item in items if item.path.parent.name != "solutions"]
+        order = {name: place for place, name in enumerate(LONG)}
+        others.sort(key=lambda item: order.get(item.path.name, len(LONG) + (item.path.suffix != ".ipynb")))
+        items[:] = others + sorted(solutions, key=lambda item: item.path.name, reverse=True)  # those of later lessons take longer
 
 
 @pytest.hookimpl(trylast=True)

@@ -7,6 +7,7 @@ end, or it did not. A notebook shows only the short message, not the traceback.
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import sysconfig
 import traceback
@@ -19,8 +20,11 @@ from minivllm.course.results import count_points, record
 
 _COURSE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
-_INSTALLED = sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len, reverse=True)
-"""Where Python and its packages are installed; site-packages often lies inside the standard library's folder, so it comes first."""
+_INSTALLED = sorted(
+    {str(Path(os.__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))},
+    key=len, reverse=True,
+)  # fmt: skip
+"""Where Python and its packages are installed, perhaps in a zip; site-packages often lies inside the standard library's folder, so it comes first."""
 _MOST_FRAMES = 6
 _Place = tuple[FrameType, int]
 """One entry of a traceback: the frame and its current line."""

@@ -57,8 +57,12 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class Lose:
-    """The requests of a replica go on elsewhere. It `has_died` if its process has ended, perhaps because of a request, or by SIGKILL;
-    `has_left` if it was to end; and is out of reach otherwise, perhaps for a moment.
+    """The requests of a replica go on elsewhere.
+
+    Attributes:
+        has_died: Its process has ended, perhaps because of a request.
+        was_killed: By SIGKILL.
+        has_left: It was told to leave. If it has neither died nor left, it is out of reach, perhaps for a moment.
     """
 
     rank: int

@@ -143,6 +143,8 @@ def run_requests(
         max_concurrency: Most unfinished requests; further ones arrive as others finish.
         progress_total: Show progress towards this many requests.
     """
+    from tqdm.auto import tqdm  # not at the top: the playground's first step need not wait for it
+
     for index, replica in enumerate(replicas):
         router.open(index, replica.cache_tokens)
     start = now = replicas[0].clock.now
@@ -152,8 +154,6 @@ def run_requests(
     `num_cuts`: if it is another by then, the entry does not count."""
     upcoming, number, num_unfinished = next(requests, None), 0, 0
     room, may_skip = (math.inf, True) if max_concurrency is None else (max_concurrency, False)
-    from tqdm.auto import tqdm  # not at the top: the playground's first step need not wait for it
-
     bar = tqdm(total=progress_total, unit="request", disable=progress_total is None or sys.stderr is None, dynamic_ncols=True)
     with bar, _rare_collections():
         while upcoming is not None or ends:

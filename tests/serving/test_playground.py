@@ -199,11 +199,12 @@ def test_a_lessons_situation_makes_the_steps_of_the_lesson():
 
 IMPORTS = """
 import importlib, pkgutil, sys
+from minivllm.entrypoints.playground.exercise import LESSONS
 from minivllm.entrypoints.playground import session
 session.Session(session.Settings()).advance(5)
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"tqdm", "psutil", "torch", "asyncio"}))
 session.begin_race([{"name": "a run", "settings": {}, "code": ""}] * 2)
-for number in ("04", "07", "10"):
+for number in LESSONS:
     lesson = importlib.import_module(f"minivllm.course.lessons.lesson_{number}")
     for module in pkgutil.iter_modules(lesson.__path__):
         importlib.import_module(f"{lesson.__name__}.{module.name}")
@@ -212,17 +213,24 @@ print(*(module.__file__ for name, module in sys.modules.items() if name.split(".
 """
 
 
-def test_the_package_in_the_browser_has_all_that_it_imports_there():
+@pytest.fixture(scope="module")
+def imports():
+    """Packages that a run has imported, of those that are large; and files of this package that all there is has."""
+    packages, *files = subprocess.run(
+        [sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    return packages, {Path(file) for file in files}
+
+
+def test_the_package_in_the_browser_has_all_that_it_imports_there(imports):
     files = {path for part in PARTS for path in PACKAGE.glob(part)}
-    printed = subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True).stdout
-    imported = {Path(line) for line in printed.splitlines()[1:]}
+    imported = imports[1]
     assert len(imported) > 60
     assert imported <= files
 
 
-def test_a_run_waits_for_no_package_that_it_does_not_need():
-    printed = subprocess.run([sys.executable, "-c", IMPORTS], check=True, capture_output=True, text=True).stdout
-    assert printed.splitlines()[0] == ""
+def test_a_run_waits_for_no_package_that_it_does_not_need(imports):
+    assert imports[0] == ""
 
 
 def test_a_folder_without_a_playground_and_a_port_in_use_are_told(tmp_path, capsys):

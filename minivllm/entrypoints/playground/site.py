@@ -18,8 +18,7 @@ DRAWING = ("batch.js", "block_map.js", "curves.js", "palette.js", "queues.js", "
 PARTS = (
     "*.py", "bench/*.py", "core/*.py", "data_parallel/__init__.py", "data_parallel/routing.py", "engine/*.py", "executor/*.py", "simulation/*.py",
     "entrypoints/__init__.py", "entrypoints/dashboard/__init__.py", "entrypoints/dashboard/step_view.py", "entrypoints/playground/*.py",
-    "course/__init__.py", "course/checks.py", "course/observations.py", "course/predictions.py", "course/results.py", "course/sources.py", "course/parts.py", "course/exercises.py",
-    "course/exercise_cells.py", "course/lessons/__init__.py", "course/lessons/block_tables.py", "course/lessons/budget.py",
+    "course/__init__.py", "course/checks.py", "course/observations.py", "course/predictions.py", "course/results.py", "course/sources.py", "course/lessons/__init__.py", "course/lessons/block_tables.py", "course/lessons/budget.py",
     *(f"course/lessons/lesson_{number}/*.py" for number in LESSONS), "viz/__init__.py",
 )  # fmt: skip
 """The package's files that the simulated engine and the exercises import, with those around them."""
@@ -42,7 +41,8 @@ def assemble(folder: Path, pyodide: Path, editor: Path, wheels: list[Path]) -> N
     (folder / "code").mkdir(exist_ok=True)
     for path in [
         *(LIVE_PAGE / name for name in DRAWING),
-        *STATIC.glob("*.*js"),
+        *STATIC.glob("*.js"),
+        STATIC / "boot.mjs",
         *STATIC.glob("*.css"),
         STATIC / "exercise.html",
         *wheels,

@@ -130,13 +130,13 @@ class Row {
   show(...what) {
     this.#later = what;
     if (this.isInSight) this.showNow();
-    else this.element.style.visibility = "hidden";
+    else this.element.classList.add("late");
   }
 
   showNow() {
     if (this.#later !== null) this.#show(...this.#later);
     this.#later = null;
-    this.element.style.visibility = "";
+    this.element.classList.remove("late");
   }
 
   #show(sequence, scale, blockSize, mostBlocks) {

@@ -4,7 +4,7 @@ import { QUEUE_COLORS, currentTheme } from "./palette.js";
 import { BIN, WINDOW } from "./state.js";
 
 const MARGIN = { left: 50, right: 8, top: 8, bottom: 18 };
-/** Milliseconds from one drawing to the next. */
+/** Milliseconds between two drawings, at least. */
 const SHORTEST_WAIT = 100;
 const HEIGHT = 84;
 const TICKS = { number: (value) => String(Math.round(value)), percent: (value) => `${Math.round(value)} %`, seconds: inSeconds };

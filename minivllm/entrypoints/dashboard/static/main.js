@@ -117,8 +117,7 @@ function followIfSeen() {
 
 document.addEventListener("visibilitychange", followIfSeen);
 onThemeChange(() => {
-  blockMap.repaint();
-  batch.repaint();
+  for (const panel of [blockMap, queues, batch]) panel.repaint();
   schedule();
 });
 setInterval(() => {

@@ -4,7 +4,7 @@
 
 export const REQUEST_COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#B8A900"];
 
-/** Different ones, with the darkened and the lightened. */
+/** How many different colours there are: each is also darkened and lightened. */
 const NUM_COLORS = 3 * REQUEST_COLORS.length;
 
 /** Of the queues, in the curves. */

@@ -3,8 +3,10 @@
 import { paint } from "./palette.js";
 
 const MOST_CHIPS = 24;
-/** Pixels between two. */
+/** Pixels between two chips, as in style.css. */
 const GAP = 3;
+/** By so much, positions in whole pixels may be wrong. */
+const ROUNDING = 2;
 
 export class Queues {
   #drawn = -1;
@@ -19,6 +21,12 @@ export class Queues {
     this.lists = Object.fromEntries(["waiting", "running", "swapped", "ended"].map((name) => [name, new ChipList(name, onHighlight, repaint, root)]));
   }
 
+  /** Make all chips again, in the next frame. */
+  repaint() {
+    this.#drawn = -1;
+    for (const list of Object.values(this.lists)) list.forget();
+  }
+
   draw() {
     const { state, lists } = this;
     if (this.#drawn === state.version) return;
@@ -28,7 +36,7 @@ export class Queues {
     lists.running.show(state.counts.running, at("running"));
     lists.swapped.show(state.counts.swapped, at("swapped"));
     lists.ended.show(state.numEnded, state.ended, true);
-    const fits = Object.values(lists).map((list) => list.measure()); // all at once: what is measured after a change is laid out for it
+    const fits = Object.values(lists).map((list) => list.measure()); // all at once, since a change in between would cost another layout
     Object.values(lists).forEach((list, i) => list.cut(fits[i]));
     const preempted = state.numPreempted ? `preemptions seen: ${state.numPreempted}` : "";
     if (this.preempted.textContent !== preempted) this.preempted.textContent = preempted;
@@ -38,8 +46,9 @@ export class Queues {
 class ChipList {
   #shown = "";
   #width = 0;
-  /** The chips, if it is not known yet how many have room, and how many sequences there are. */
+  /** Chips that are not measured yet; null if there are none. */
   #chips = null;
+  /** How many sequences there are, shown or not. */
   #count = 0;
   #more = null;
 
@@ -52,6 +61,10 @@ class ChipList {
       this.#width = entry.contentRect.width;
       onResize();
     }).observe(this.list);
+  }
+
+  forget() {
+    this.#shown = "";
   }
 
   /** Show how many there are, and the first of them; of those that ended, more are counted than known. */
@@ -77,7 +90,7 @@ class ChipList {
     let fit = over === -1 ? ends.length : over;
     if (fit === this.#count) return fit;
     const lastRow = ends[fit - 1]?.bottom;
-    const room = this.list.offsetLeft + this.list.clientWidth - GAP - this.#more.offsetWidth;
+    const room = this.list.offsetLeft + this.list.clientWidth - GAP - this.#more.offsetWidth - ROUNDING;
     const isFull = lastRow + ends[0]?.bottom - this.list.offsetTop > bottom; // no row has room below the last one
     while (fit && isFull && ends[fit - 1].bottom === lastRow && ends[fit - 1].right > room) fit -= 1;
     return fit;

@@ -348,8 +348,7 @@ window.addEventListener("hashchange", () => location.reload());
 find("book").hidden = !isInBook;
 
 onThemeChange(() => {
-  panels.blockMap.repaint();
-  panels.batch.repaint();
+  for (const panel of Object.values(panels)) panel.repaint();
   raceView.repaint();
   schedule();
 });

@@ -158,8 +158,7 @@ class RunView {
   }
 
   repaint() {
-    this.#panels.map.repaint();
-    this.#panels.batch.repaint();
+    for (const panel of Object.values(this.#panels)) panel.repaint();
     this.#schedule();
   }
 
