@@ -41,6 +41,10 @@ LONG = (
     "test_course_command.py",
     "test_bench_engines.py",
     "test_process_per_request.py",
+    "test_widgets.py",
+    "test_api_servers.py",
+    "test_pipeline_parallel.py",
+    "test_link_cut.py",
 )
 """Files that take half a minute or more with few tests: a process that begins one of them last keeps the others waiting. Notebooks follow.
 

@@ -209,13 +209,20 @@ def test_without_the_key_nobody_gets_in(coordinator):
     assert isinstance(coordinator.node(0), NodeWelcome)
 
 
+def ask(friend):
+    """Say hello until there is an answer, as a node does: on a busy machine the connection may be lost for a moment, and a message with it."""
+    for _ in range(30):
+        friend.send(messages.encode(HelloNode(VERSION, "right", [1], "friend")))
+        if friend.poll(2000):
+            return messages.decode_from_handshake(friend.recv())
+    pytest.fail("no answer")
+
+
 @pytest.mark.long
-@pytest.mark.timeout(120)  # on a busy machine the friend has once waited for ever
 def test_strangers_that_only_connect_take_no_more_than_some_descriptors_and_friends_stay(coordinator):
     """Two hundred idle connections: who is there stays, and who comes later gets in when they have had their time."""
     with coordinator.sockets.connect(zmq.DEALER, coordinator.address, LINGER=0) as friend:
-        friend.send(messages.encode(HelloNode(VERSION, "right", [1], "friend")))
-        assert isinstance(messages.decode_from_handshake(friend.recv()), NodeWelcome)
+        assert isinstance(ask(friend), NodeWelcome)
         strangers = []
         for _ in range(200):
             try:
@@ -226,8 +233,7 @@ def test_strangers_that_only_connect_take_no_more_than_some_descriptors_and_frie
         assert "show no key: no new ones for a moment" in coordinator.published(CoordinatorLog).text
         with pytest.raises(OSError):
             strangers.append(socket.create_connection(("127.0.0.1", coordinator.port)))
-        friend.send(messages.encode(HelloNode(VERSION, "right", [1], "friend")))
-        assert isinstance(messages.decode_from_handshake(friend.recv()), NodeWelcome)
+        assert isinstance(ask(friend), NodeWelcome)
         assert isinstance(coordinator.node(2, node_id="later", seconds=4 * HANDSHAKE_SECONDS), NodeWelcome)
     for stranger in strangers:
         stranger.close()

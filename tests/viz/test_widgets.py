@@ -169,16 +169,24 @@ def look_alike(one, other):
     return pixels[0].shape == pixels[1].shape and np.abs(pixels[0] - pixels[1]).max() < 40
 
 
-@pytest.mark.parametrize(("step", "steps"), [(0, range(8)), (4, range(2, 10)), (-1, range(-8, 0))])
+@pytest.mark.parametrize(
+    ("step", "steps"),
+    [
+        pytest.param(0, range(8), marks=pytest.mark.long),
+        (4, range(2, 10)),
+        pytest.param(-1, range(-8, 0), marks=pytest.mark.long),
+    ],
+)
 def test_a_page_without_widgets_shows_a_film_that_rests_on_the_chosen_step(tiny, step, steps):
     film = Image.open(io.BytesIO(base64.b64decode(play(tiny, step)._repr_mimebundle_()["image/png"])))
     assert film.n_frames == 1 + len(steps) and film.default_image
     resting = range(len(tiny))[step]
     for number, expected in enumerate(range(len(tiny))[slot] for slot in steps):
         film.seek(number + 1)
-        shown = io.BytesIO()
-        film.convert("RGB").save(shown, "PNG")
-        assert look_alike(shown.getvalue(), to_png(draw_step(tiny, expected)))
+        if expected == resting or number in (0, len(steps) - 1):
+            shown = io.BytesIO()
+            film.convert("RGB").save(shown, "PNG")
+            assert look_alike(shown.getvalue(), to_png(draw_step(tiny, expected)))
         assert (film.info["duration"] > 2000) == (expected == resting)
 
 

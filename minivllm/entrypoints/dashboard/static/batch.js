@@ -44,7 +44,7 @@ export class Batch {
           if (isIntersecting) row.showNow();
         }
       },
-      { root: this.#frame, rootMargin: "200px" },
+      { root: this.#frame, rootMargin: "40px" },
     );
     this.#body.addEventListener("pointerover", (event) => onHighlight(numberOf(event.target)));
     this.#body.addEventListener("pointerleave", () => onHighlight(null));
