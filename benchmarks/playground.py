@@ -1,4 +1,4 @@
-"""The playground in headless Chromium on this machine, offline: until its first step is drawn, frames a second while 64 sequences play, and a step.
+"""The playground in headless Chromium on this machine, offline: until its first step is drawn, frames a second while 64 sequences play, and a step with nothing beside it.
 
 make book && python benchmarks/playground.py --json playground.json
 """
